@@ -1,0 +1,68 @@
+"""COAT for JAX: FP8 optimizer states and FP8 activations for Flax and Optax.
+
+Names load on first use: `import coat_jax` reads neither Flax nor any kernel module.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from coat_jax.quant import (
+    E4M3,
+    E5M2,
+    PerBlock,
+    PerGroup,
+    PerTensor,
+    PowerExpansion,
+    QuantizedArray,
+    QuantSpec,
+    dequantize,
+    quantize,
+)
+
+if TYPE_CHECKING:
+    from coat_jax import recipes as recipes
+    from coat_jax.linen import FP8Dense as FP8Dense
+    from coat_jax.linen import FP8RMSNorm as FP8RMSNorm
+    from coat_jax.linen import FP8SwiGLU as FP8SwiGLU
+    from coat_jax.optim import coat_adamw as coat_adamw
+    from coat_jax.optim import codecs as codecs
+    from coat_jax.optim import scale_by_coat_adam as scale_by_coat_adam
+    from coat_jax.recipes import Recipe as Recipe
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "codecs": "coat_jax.optim.codecs",
+    "coat_adamw": "coat_jax.optim",
+    "scale_by_coat_adam": "coat_jax.optim",
+    "recipes": "coat_jax.recipes",
+    "Recipe": "coat_jax.recipes",
+    "FP8Dense": "coat_jax.linen",
+    "FP8RMSNorm": "coat_jax.linen",
+    "FP8SwiGLU": "coat_jax.linen",
+}
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "PerBlock",
+    "PerGroup",
+    "PerTensor",
+    "PowerExpansion",
+    "QuantSpec",
+    "QuantizedArray",
+    "dequantize",
+    "quantize",
+    *_HOME,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'coat_jax' has no attribute {name!r}")
+    module = importlib.import_module(_HOME[name])
+    return module if _HOME[name].rsplit(".", 1)[1] == name else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,130 @@
+"""The group math, written once: encode and decode groups of numbers. Plain jnp, traced by the kernels as well.
+
+All functions see groups laid out along `axes` of a float32 array; statistics have those axes removed.
+
+    plain scaling   payload = cast(x / scale)              scale = amax / max    x = payload * scale
+    expansion f     payload = cast(sign(x) f(|x| / amax))  scale = amax          x = sign(payload) f^-1(|payload|) * scale
+
+A group of zeros has the smallest normal scale and the payload 0. A NaN or an inf makes its whole group NaN.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.quant.expansion import floor_ratio
+from coat_jax.quant.formats import TINY
+from coat_jax.quant.rounding import Rounding
+from coat_jax.quant.spec import QuantSpec
+
+Axes = tuple[int, ...]
+
+
+class Codes(NamedTuple):
+    """What is stored for some groups: payload (one byte), scale and exponent (uint8, or None) per group."""
+
+    payload: jax.Array
+    scale: jax.Array
+    exponent: jax.Array | None
+
+
+def spread(statistic: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Array:
+    """A per-group statistic repeated over its group: the inverse shape of a reduction over `axes`."""
+    kept = tuple(i for i in range(len(shape)) if i - len(shape) not in axes)
+    return jax.lax.broadcast_in_dim(statistic, shape, kept)
+
+
+def group_amax(x: jax.Array, axes: Axes) -> jax.Array:
+    """max |x| of every group, at least the smallest normal float32; NaN where the group has a NaN or an inf."""
+    amax = jnp.max(jnp.abs(x), axis=axes, initial=TINY)
+    return jnp.where(amax < jnp.inf, amax, jnp.nan)
+
+
+def group_amin(x: jax.Array, axes: Axes) -> jax.Array:
+    """min |x| over the non-zero elements of every group; inf where all are zero."""
+    a = jnp.abs(x)
+    return jnp.min(jnp.where(a >= TINY, a, jnp.inf), axis=axes, initial=jnp.inf)
+
+
+def store_scale(scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """scale as its stored dtype will read back, in float32 (an explicit rounding that no compiler removes)."""
+    if dtype == np.float32:
+        return scale
+    return jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
+
+
+def scale_of(amax: jax.Array, spec: QuantSpec) -> jax.Array:
+    """The scale that decodes a group whose largest magnitude is amax: amax, or amax / max for plain scaling."""
+    scale = amax if spec.expansion is not None else amax / spec.format.max
+    return store_scale(jnp.maximum(scale, TINY), spec.scale_dtype)
+
+
+def round_to_codes(y: jax.Array, exponent: jax.Array | None, spec: QuantSpec, noise: jax.Array | None) -> jax.Array:
+    """Magnitudes in the code domain, each moved to one that the format represents.
+
+    Stochastic rounding takes the upper neighbour with probability (x - lower) / (upper - lower), x the decoded values: in
+    the linear domain, so that the expectation of what is decoded is what was encoded.
+    """
+    if spec.rounding is Rounding.NEAREST:
+        return y
+    assert noise is not None
+    y = jnp.minimum(y, spec.format.max)
+    lower, upper = spec.format.floor(y)
+    if spec.expansion is None:
+        low, value, high = lower, y, upper
+    else:
+        low, value, high = (
+            jnp.where(z > 0, spec.expansion.contract(jnp.maximum(z, TINY), exponent, spec.format), 0.0)
+            for z in (lower, y, upper)
+        )
+    return jnp.where(noise * (high - low) < value - low, upper, lower)
+
+
+def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = None) -> Codes:
+    """Codes of the groups that lie along `axes` of x.
+
+    Args:
+      x: float32.
+      spec: static description; its granularity is not used, the groups are given by `axes`.
+      axes: negative axes of x.
+      noise: float32 in [0, 1) of x's shape, for stochastic rounding.
+    """
+    amax = group_amax(x, axes)
+    scale = scale_of(amax, spec)
+    exponent = spread_exponent = None
+    magnitude = jnp.abs(x)
+    nonzero = magnitude >= TINY
+    ratio = magnitude / spread(scale, x.shape, axes)
+    if spec.expansion is None:
+        y = ratio
+    else:
+        if spec.has_exponent:
+            exponent = spec.expansion.fit(floor_ratio(group_amin(x, axes), amax))
+            spread_exponent = spread(exponent, x.shape, axes)
+        y = spec.expansion.expand(jnp.clip(ratio, TINY, 1.0), spread_exponent, spec.format)
+        y = jnp.where(jnp.isnan(ratio), ratio, y)
+    if spec.keep_nonzero:
+        y = jnp.maximum(y, spec.format.tiny)
+    y = round_to_codes(y, spread_exponent, spec, noise)
+    y = jnp.where(nonzero, y, jnp.where(jnp.isnan(x), x, 0.0))
+    payload = spec.format.cast(jnp.where(x < 0, -y, y))
+    stored = None if exponent is None else exponent.astype(jnp.int32).astype(jnp.uint8)
+    return Codes(payload, scale.astype(spec.scale_dtype), stored)
+
+
+def decode(codes: Codes, spec: QuantSpec, axes: Axes) -> jax.Array:
+    """float32 values of the groups that lie along `axes` of the payload. Code 0 decodes to exactly 0."""
+    payload = codes.payload.astype(jnp.float32)
+    scale = spread(codes.scale.astype(jnp.float32), payload.shape, axes)
+    if spec.expansion is None:
+        return payload * scale
+    exponent = None
+    if codes.exponent is not None:
+        exponent = spread(codes.exponent.astype(jnp.int32).astype(jnp.float32), payload.shape, axes)
+    magnitude = jnp.abs(payload)
+    ratio = spec.expansion.contract(jnp.maximum(magnitude, spec.format.tiny), exponent, spec.format)
+    value = jnp.where(magnitude > 0, jnp.maximum(ratio * scale, TINY), 0.0)
+    value = jnp.where(payload < 0, -value, value)
+    return jnp.where(jnp.isnan(payload + scale), jnp.nan, value)

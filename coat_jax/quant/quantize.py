@@ -1,0 +1,113 @@
+"""`quantize` and `dequantize`: arrays to quantized arrays and back, and the choice of who computes it."""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.quant import codec, rounding
+from coat_jax.quant.array import QuantizedArray
+from coat_jax.quant.granularity import Groups
+from coat_jax.quant.rounding import Rounding
+from coat_jax.quant.spec import QuantSpec
+
+
+class Implementation(enum.StrEnum):
+    """Who computes an operation. `None` in an argument of this name leaves the choice to the library."""
+
+    XLA = "xla"
+    """Plain JAX, compiled by XLA, on any device."""
+    PALLAS = "pallas"
+    """The Hopper kernels of `pallas_kernels`."""
+    INTERPRET = "interpret"
+    """The Hopper kernels, interpreted on the CPU."""
+
+    @classmethod
+    def resolve(cls, implementation: "Implementation | str | None", operation: str) -> "Implementation":
+        """The implementation that will run `operation`.
+
+        Raises:
+          ValueError: an unknown name, or one that cannot run here.
+        """
+        if implementation is None:
+            return cls.XLA
+        try:
+            chosen = cls(implementation)
+        except ValueError:
+            names = ", ".join(repr(str(name)) for name in cls)
+            raise ValueError(f"{operation}: implementation={implementation!r} is unknown; use None or one of {names}") from None
+        if chosen is not cls.XLA:
+            raise ValueError(
+                f"{operation}: implementation={str(chosen)!r} has no kernel for this operation yet; use None or 'xla'"
+            )
+        return chosen
+
+
+def quantize(
+    x: jax.Array,
+    spec: QuantSpec,
+    *,
+    seed: jax.Array | int | None = None,
+    implementation: Implementation | str | None = None,
+) -> QuantizedArray:
+    """Quantizes an array: payload = cast(x / scale), or cast(sign(x) f(|x| / amax)) with an expansion f.
+
+    Args:
+      x: floating-point array of any shape. A NaN or an inf makes its group NaN; magnitudes under 2^-126 count as zero.
+      spec: format, granularity, expansion and rounding.
+      seed: uint32, for stochastic rounding: the same seed gives the same codes on any sharding.
+      implementation: "xla", "pallas", "interpret", or None to let the library choose.
+
+    Returns:
+      A `QuantizedArray` of x's shape and dtype.
+
+    Raises:
+      TypeError: x is not floating point.
+      ValueError: the granularity does not fit x's shape, or stochastic rounding without a seed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax import E4M3, PerGroup, QuantSpec, dequantize, quantize
+      >>> q = quantize(jnp.array([0.0, 1.0, -3.0, 448.0]), QuantSpec(E4M3, PerGroup(4)))
+      >>> dequantize(q)
+      Array([  0.,   1.,  -3., 448.], dtype=float32)
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"quantize: x has dtype {x.dtype}; only floating-point arrays are quantized, cast it first")
+    Implementation.resolve(implementation, "quantize")
+    groups = Groups.of(spec.granularity, x.shape)
+    noise = None
+    if spec.rounding is Rounding.STOCHASTIC:
+        if seed is None:
+            raise ValueError(
+                "quantize: the spec rounds stochastically and seed is None; give a uint32 seed, new for every call"
+            )
+        noise = groups.split(rounding.uniform(seed, rounding.element_index(x.shape)))
+    codes = codec.encode(groups.split(x.astype(jnp.float32)), spec, groups.axes, noise)
+    shape = groups.scale_shape
+    exponent = None if codes.exponent is None else codes.exponent.reshape(shape)
+    return QuantizedArray(groups.merge(codes.payload), codes.scale.reshape(shape), exponent, spec, x.dtype)
+
+
+def dequantize(
+    q: QuantizedArray, dtype: np.dtype | None = None, *, implementation: Implementation | str | None = None
+) -> jax.Array:
+    """The array that q stands for: payload * scale, or sign(payload) f^-1(|payload|) * scale with an expansion f.
+
+    Args:
+      q: a quantized array.
+      dtype: dtype of the result; None is the dtype that was quantized.
+      implementation: as in `quantize`.
+
+    Returns:
+      An array of q's shape. Computed in float32 and cast once.
+    """
+    Implementation.resolve(implementation, "dequantize")
+    groups = Groups.of(q.spec.granularity, q.payload.shape)
+    statistics = tuple(n for i, n in enumerate(groups.split_shape) if i - len(groups.split_shape) not in groups.axes)
+    exponent = None if q.exponent is None else q.exponent.reshape(statistics)
+    codes = codec.Codes(groups.split(q.payload), q.scale.reshape(statistics), exponent)
+    x = groups.merge(codec.decode(codes, q.spec, groups.axes))
+    return x.astype(q.dtype if dtype is None else dtype)

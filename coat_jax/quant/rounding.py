@@ -1,0 +1,44 @@
+"""Rounding modes, and the random bits of the stochastic one: a counter-based hash that no sharding can change."""
+
+import enum
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+class Rounding(enum.StrEnum):
+    """How a value between two codes chooses one."""
+
+    NEAREST = "nearest"
+    """The nearer code, ties to even."""
+    STOCHASTIC = "stochastic"
+    """Either neighbour, with probabilities such that the expected decoded value is the value itself."""
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """A bijective hash of uint32 values in which every input bit moves half of the output bits (a 32-bit finalizer)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)
+
+
+def fold(seed: jax.Array | int, data: jax.Array | int) -> jax.Array:
+    """A new uint32 seed from a seed and a number, such as a step or the index of a leaf."""
+    return mix(jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x9E3779B9) + mix(jnp.asarray(data, jnp.uint32)))
+
+
+def element_index(shape: Sequence[int]) -> jax.Array:
+    """Row-major number of every element, uint32 modulo 2^32."""
+    index = jnp.zeros(tuple(shape), jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        index += jax.lax.broadcasted_iota(jnp.uint32, tuple(shape), axis) * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    return index
+
+
+def uniform(seed: jax.Array | int, index: jax.Array) -> jax.Array:
+    """float32 in [0, 1), a pure function of (seed, index): 24 random bits each."""
+    bits = mix(index ^ mix(jnp.asarray(seed, jnp.uint32)))
+    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
