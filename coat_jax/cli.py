@@ -1,0 +1,59 @@
+"""The command line, `coat-jax`: each command reads its arguments and calls the one function that does the work."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="coat-jax",
+    help="FP8 optimizer states and FP8 activations for JAX, Flax and Optax.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _options(traceback: Annotated[bool, typer.Option(help="Show where an error came from.")] = False) -> None:
+    """`main` reads --traceback itself; it is declared here so that --help shows it."""
+
+
+@app.command()
+def compare(
+    paths: Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More text for --data.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH...", help="Text files or folders [standard library].")
+    ] = None,
+    arms: Annotated[str, typer.Option(help="What to train, BF16 first: names separated by commas.")] = "bf16,coat",
+    preset: Annotated[str, typer.Option(help="Shape of the model.")] = "tiny",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 128,
+    seed: Annotated[int, typer.Option(help="Initial values, order and split of the text.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.png.")] = Path("out"),
+) -> None:
+    """Train the same Llama in BF16 and with COAT on real text, and show the two side by side."""
+    from coat_jax.train import compare as command
+
+    settings = command.Settings(preset=preset, arms=tuple(arms.split(",")), steps=steps, batch=batch, seq=seq, seed=seed)
+    command.run(settings, data=[*(data or ()), *(paths or ())], out=out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `coat-jax`. Bad input is one line on stderr and status 2; `--traceback` in front shows where it came from."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return app(args=arguments, standalone_mode=False, prog_name="coat-jax") or 0
+    except (ValueError, OSError, typer.BadParameter.__bases__[0], typer.Abort) as error:
+        if "--traceback" in arguments:
+            raise
+        message = error.format_message() if hasattr(error, "format_message") else str(error) or type(error).__name__
+        print("coat-jax: " + " ".join(message.split()), file=sys.stderr)
+        return 1 if isinstance(error, typer.Abort) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
