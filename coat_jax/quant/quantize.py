@@ -44,6 +44,21 @@ class Implementation(enum.StrEnum):
         return chosen
 
 
+def split_codes(q: QuantizedArray) -> tuple[codec.Codes, Groups]:
+    """The stored codes of q laid out by groups, as the group math sees them, and the groups."""
+    groups = Groups.of(q.spec.granularity, q.payload.shape)
+    statistics = tuple(n for i, n in enumerate(groups.split_shape) if i - len(groups.split_shape) not in groups.axes)
+    exponent = None if q.exponent is None else q.exponent.reshape(statistics)
+    return codec.Codes(groups.split(q.payload), q.scale.reshape(statistics), exponent), groups
+
+
+def merge_codes(codes: codec.Codes, groups: Groups, spec: QuantSpec, dtype: np.dtype) -> QuantizedArray:
+    """The inverse of `split_codes`: codes laid out by groups as a quantized array of `dtype`."""
+    shape = groups.scale_shape
+    exponent = None if codes.exponent is None else codes.exponent.reshape(shape)
+    return QuantizedArray(groups.merge(codes.payload), codes.scale.reshape(shape), exponent, spec, dtype)
+
+
 def quantize(
     x: jax.Array,
     spec: QuantSpec,
@@ -86,9 +101,7 @@ def quantize(
             )
         noise = groups.split(rounding.uniform(seed, rounding.element_index(x.shape)))
     codes = codec.encode(groups.split(x.astype(jnp.float32)), spec, groups.axes, noise)
-    shape = groups.scale_shape
-    exponent = None if codes.exponent is None else codes.exponent.reshape(shape)
-    return QuantizedArray(groups.merge(codes.payload), codes.scale.reshape(shape), exponent, spec, x.dtype)
+    return merge_codes(codes, groups, spec, x.dtype)
 
 
 def dequantize(
@@ -105,9 +118,6 @@ def dequantize(
       An array of q's shape. Computed in float32 and cast once.
     """
     Implementation.resolve(implementation, "dequantize")
-    groups = Groups.of(q.spec.granularity, q.payload.shape)
-    statistics = tuple(n for i, n in enumerate(groups.split_shape) if i - len(groups.split_shape) not in groups.axes)
-    exponent = None if q.exponent is None else q.exponent.reshape(statistics)
-    codes = codec.Codes(groups.split(q.payload), q.scale.reshape(statistics), exponent)
+    codes, groups = split_codes(q)
     x = groups.merge(codec.decode(codes, q.spec, groups.axes))
     return x.astype(q.dtype if dtype is None else dtype)

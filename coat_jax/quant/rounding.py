@@ -28,9 +28,12 @@ def fold(seed: jax.Array | int, data: jax.Array | int) -> jax.Array:
     return mix(jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x9E3779B9) + mix(jnp.asarray(data, jnp.uint32)))
 
 
-def element_index(shape: Sequence[int]) -> jax.Array:
-    """Row-major number of every element, uint32 modulo 2^32."""
-    index = jnp.zeros(tuple(shape), jnp.uint32)
+def element_index(shape: Sequence[int], offset: jax.Array | int = 0) -> jax.Array:
+    """Row-major number of every element, uint32 modulo 2^32, counted from `offset`.
+
+    Row i of a stacked array gives its elements the numbers they have in the whole: offset = i * row.size.
+    """
+    index = jnp.full(tuple(shape), jnp.asarray(offset, jnp.uint32))
     stride = 1
     for axis in reversed(range(len(shape))):
         index += jax.lax.broadcasted_iota(jnp.uint32, tuple(shape), axis) * jnp.uint32(stride % 2**32)
@@ -38,7 +41,21 @@ def element_index(shape: Sequence[int]) -> jax.Array:
     return index
 
 
+def unit(bits: jax.Array) -> jax.Array:
+    """float32 in [0, 1) from the upper 24 of 32 random bits."""
+    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+
+
 def uniform(seed: jax.Array | int, index: jax.Array) -> jax.Array:
     """float32 in [0, 1), a pure function of (seed, index): 24 random bits each."""
-    bits = mix(index ^ mix(jnp.asarray(seed, jnp.uint32)))
-    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+    return unit(mix(index ^ mix(jnp.asarray(seed, jnp.uint32))))
+
+
+def dither(seed: jax.Array | int, step: jax.Array | int, index: jax.Array) -> jax.Array:
+    """float32 in [0, 1), a pure function of (seed, step, index): a hash of (seed, index) plus step times the golden ratio, modulo 1.
+
+    Independent between elements and evenly spread over consecutive steps (a Weyl sequence), so that an element which must
+    round up once in a hundred steps does so about every hundredth step: the mean of stochastic rounding with far less noise.
+    """
+    phase = mix(index ^ mix(jnp.asarray(seed, jnp.uint32)))
+    return unit(phase + jnp.asarray(step).astype(jnp.uint32) * jnp.uint32(0x9E3779B9))

@@ -1,0 +1,7 @@
+"""Optimizer: AdamW whose moments take one byte each, as Optax transformations."""
+
+from coat_jax.optim import codecs
+from coat_jax.optim.adamw import CoatAdamState, coat_adamw, scale_by_coat_adam
+from coat_jax.optim.codecs import MomentCodec
+
+__all__ = ["CoatAdamState", "MomentCodec", "coat_adamw", "codecs", "scale_by_coat_adam"]

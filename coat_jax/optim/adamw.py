@@ -1,0 +1,187 @@
+"""`scale_by_coat_adam` and `coat_adamw`: Adam and AdamW as Optax transformations whose moments take one byte each."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from coat_jax.optim import codecs, leaves, moments
+from coat_jax.optim.codecs import MomentCodec
+from coat_jax.optim.moments import Hyper, Moments
+from coat_jax.quant import Groups, Implementation, QuantizedArray, QuantSpec, rounding
+from coat_jax.quant.codec import Codes
+from coat_jax.quant.formats import TINY
+from coat_jax.quant.quantize import merge_codes, split_codes
+
+
+class CoatAdamState(NamedTuple):
+    """Adam's state: `optax.ScaleByAdamState` in which leaves of mu and nu may be quantized.
+
+    Attributes:
+      count: int32, steps taken.
+      mu: first moments; a `QuantizedArray`, or float32, for each parameter.
+      nu: second moments, likewise.
+    """
+
+    count: jax.Array
+    mu: Any
+    nu: Any
+
+
+def zeros(shape: tuple[int, ...], spec: QuantSpec | None) -> QuantizedArray | jax.Array:
+    """A moment of zeros: float32, or as `spec` stores it."""
+    if spec is None:
+        return jnp.zeros(shape, jnp.float32)
+    scale_shape = Groups.of(spec.granularity, shape).scale_shape
+    exponent = jnp.ones(scale_shape, jnp.uint8) if spec.has_exponent else None
+    payload, scale = jnp.zeros(shape, spec.format.dtype), jnp.full(scale_shape, TINY, spec.scale_dtype)
+    return QuantizedArray(payload, scale, exponent, spec, jnp.float32)
+
+
+def _split(stored: QuantizedArray | jax.Array, groups: Groups) -> Codes | jax.Array:
+    return split_codes(stored)[0] if isinstance(stored, QuantizedArray) else groups.split(stored)
+
+
+def _merge(stored: Codes | jax.Array, groups: Groups, spec: QuantSpec | None) -> QuantizedArray | jax.Array:
+    return groups.merge(stored) if spec is None else merge_codes(stored, groups, spec, jnp.float32)
+
+
+def step_leaf(grad: jax.Array, mu: Any, nu: Any, codec: MomentCodec, hyper: Hyper, seed: int) -> tuple[jax.Array, Any, Any]:
+    """One step of one quantized leaf: the direction (float32), mu and nu."""
+    spec = codec.nu or codec.mu
+    assert spec is not None
+    groups = Groups.of(spec.granularity, grad.shape)
+    index = groups.split(rounding.element_index(grad.shape)) if codec.stochastic else None
+    stored = Moments(_split(mu, groups), _split(nu, groups))
+    direction, kept = moments.step(groups.split(grad.astype(jnp.float32)), stored, codec, groups.axes, hyper, seed, index)
+    return groups.merge(direction), _merge(kept.mu, groups, codec.mu), _merge(kept.nu, groups, codec.nu)
+
+
+def scale_by_coat_adam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    *,
+    codec: MomentCodec = codecs.COAT,
+    quantize_filter: Sequence[str] | None = None,
+    min_size: int = 4096,
+    implementation: Implementation | str | None = None,
+) -> optax.GradientTransformation:
+    """Adam's direction, `optax.scale_by_adam`, with moments stored by `codec` between steps.
+
+        mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
+        u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t) + eps_root) + eps)        mu, nu <- stored(mu, nu)
+
+    Args:
+      b1, b2: decay rates of the moments.
+      eps: added to the root of the second moment.
+      eps_root: added under the root.
+      codec: how moments are stored; one of `coat_jax.codecs` or a `MomentCodec` of your own.
+      quantize_filter: path patterns; the last one that fits a leaf's path, such as "layers/mlp/kernel", decides, and "!"
+        excludes. None is ("*", "!*embed*", "!*scale", "!*bias"). Other leaves keep float32 moments.
+      min_size: leaves of fewer elements keep float32 moments.
+      implementation: who computes it; None leaves the choice to the library.
+
+    Returns:
+      A transformation with state `CoatAdamState`; updates are float32. Moments of zero decode to exactly zero. An element
+      whose gradient is not finite keeps its moments; the update shows it.
+
+    Raises:
+      ValueError, TypeError: an argument that does not fit, when the transformation is made.
+
+    Source: arXiv 2410.19313, section 4; Kingma and Ba, arXiv 1412.6980.
+    """
+    patterns = leaves.check_filter(quantize_filter)
+    Implementation.resolve(implementation, "scale_by_coat_adam")
+    dense = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=jnp.float32)
+
+    def chosen(tree: Any) -> tuple[list[str], list[Any], list[MomentCodec | None], Any]:
+        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        named = [leaves.path_name(path) for path, _ in paths]
+        values = [value for _, value in paths]
+        return named, values, [leaves.leaf_codec(n, v.shape, codec, patterns, min_size) for n, v in zip(named, values)], treedef
+
+    def init(params: Any) -> CoatAdamState:
+        _, values, chosen_codecs, treedef = chosen(params)
+        rows = list(zip(values, chosen_codecs, strict=True))
+        mu = treedef.unflatten([zeros(value.shape, c and c.mu) for value, c in rows])
+        nu = treedef.unflatten([zeros(value.shape, c and c.nu) for value, c in rows])
+        return CoatAdamState(jnp.zeros([], jnp.int32), mu, nu)
+
+    def update(updates: Any, state: CoatAdamState, params: Any = None) -> tuple[Any, CoatAdamState]:
+        del params
+        count = optax.safe_increment(state.count)
+        hyper = Hyper.of(count, b1, b2, eps, eps_root)
+        named, grads, chosen_codecs, treedef = chosen(updates)
+        mu, nu = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
+        plain = [i for i, c in enumerate(chosen_codecs) if c is None]
+        old = optax.ScaleByAdamState(state.count, [mu[i] for i in plain], [nu[i] for i in plain])
+        plain_updates, new = dense.update([grads[i].astype(jnp.float32) for i in plain], old)
+        for row, i in enumerate(plain):
+            grads[i], mu[i], nu[i] = plain_updates[row], new.mu[row], new.nu[row]
+        for i, leaf_codec in enumerate(chosen_codecs):
+            if leaf_codec is not None:
+                grads[i], mu[i], nu[i] = step_leaf(grads[i], mu[i], nu[i], leaf_codec, hyper, leaves.leaf_seed(named[i]))
+        return treedef.unflatten(grads), CoatAdamState(count, treedef.unflatten(mu), treedef.unflatten(nu))
+
+    return optax.GradientTransformation(init, update)
+
+
+def coat_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
+    mask: Any = None,
+    *,
+    codec: MomentCodec = codecs.COAT,
+    quantize_filter: Sequence[str] | None = None,
+    min_size: int = 4096,
+    implementation: Implementation | str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW with moments of one byte each: put it where `optax.adamw` stands.
+
+        params <- params - learning_rate (u + weight_decay params)        u from `scale_by_coat_adam`
+
+    Args:
+      learning_rate: a number or an Optax schedule.
+      b1, b2, eps, eps_root: as in `scale_by_coat_adam`.
+      weight_decay: strength of the decoupled decay.
+      mask: which leaves decay, as in `optax.adamw`.
+      codec, quantize_filter, min_size, implementation: as in `scale_by_coat_adam`.
+
+    Returns:
+      optax.chain(scale_by_coat_adam, optax.add_decayed_weights, optax.scale_by_learning_rate). With `codecs.FLOAT32` and
+      float32 parameters its updates are those of `optax.adamw` bit for bit.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from coat_jax import coat_adamw
+      >>> params = {"kernel": jnp.ones((64, 128))}
+      >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), coat_adamw(3e-4))
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update({"kernel": jnp.full((64, 128), 0.1)}, state, params)
+      >>> optax.apply_updates(params, updates)["kernel"].shape
+      (64, 128)
+
+    Source: arXiv 2410.19313; Loshchilov and Hutter, arXiv 1711.05101.
+    """
+    return optax.chain(
+        scale_by_coat_adam(
+            b1,
+            b2,
+            eps,
+            eps_root,
+            codec=codec,
+            quantize_filter=quantize_filter,
+            min_size=min_size,
+            implementation=implementation,
+        ),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,55 @@
+"""`coat_adamw` stands where `optax.adamw` stood."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import coat_adamw, codecs
+
+QUANTIZED = [codecs.COAT, codecs.COAT_E5M2, codecs.PLAIN_FP8, codecs.LOG_RELATIVE]
+
+
+def problem():
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "embed": jax.random.normal(keys[0], (64, 128)),
+        "kernel": jax.random.normal(keys[1], (64, 128)),
+        "bias": jnp.zeros(128),
+    }
+    return params, jax.tree.map(lambda p: p + jax.random.normal(keys[2], p.shape), params)
+
+
+def train(optimizer, params, target, steps):
+    @jax.jit
+    def run(params):
+        def step(carry, key):
+            params, state = carry
+            grads = jax.tree.map(lambda p, t: p - t + 0.3 * jax.random.normal(key, p.shape), params, target)
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        keys = jax.random.split(jax.random.key(1), steps)
+        return jax.lax.scan(step, (params, optimizer.init(params)), keys)[0]
+
+    return run(params)
+
+
+def test_float32_is_optax_adamw_bit_for_bit():
+    params, target = problem()
+    options = dict(b2=0.99, weight_decay=0.1)
+    mine, _ = train(coat_adamw(1e-2, codec=codecs.FLOAT32, **options), params, target, 20)
+    theirs, _ = train(optax.adamw(1e-2, **options), params, target, 20)
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
+@pytest.mark.parametrize("codec", QUANTIZED)
+def test_quantized_training_follows_float32(codec):
+    params, target = problem()
+    mine, state = train(coat_adamw(1e-2, codec=codec), params, target, 50)
+    theirs, _ = train(optax.adamw(1e-2), params, target, 50)
+    moved = jnp.linalg.norm(theirs["kernel"] - params["kernel"])
+    assert jnp.linalg.norm(mine["kernel"] - theirs["kernel"]) < 0.25 * moved
+    jax.tree.map(np.testing.assert_array_equal, mine["bias"], theirs["bias"])
+    assert state[0].mu["kernel"].nbytes + state[0].nu["kernel"].nbytes <= 2.08 * params["kernel"].size
