@@ -38,7 +38,7 @@ def train(optimizer, params, target, steps):
 
 def test_float32_is_optax_adamw_bit_for_bit():
     params, target = problem()
-    options = dict(b2=0.99, weight_decay=0.1)
+    options = {"b2": 0.99, "weight_decay": 0.1}
     mine, _ = train(coat_adamw(1e-2, codec=codecs.FLOAT32, **options), params, target, 20)
     theirs, _ = train(optax.adamw(1e-2, **options), params, target, 20)
     jax.tree.map(np.testing.assert_array_equal, mine, theirs)

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from coat_jax.optim import codecs, leaves, moments
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.moments import Hyper, Moments
 from coat_jax.quant import Groups, Implementation, QuantizedArray, QuantSpec, rounding
-from coat_jax.quant.codec import Codes
 from coat_jax.quant.formats import TINY
 from coat_jax.quant.quantize import merge_codes, split_codes
 
@@ -25,7 +25,7 @@ class CoatAdamState(NamedTuple):
       nu: second moments, likewise.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     mu: Any
     nu: Any
 
@@ -40,12 +40,12 @@ def zeros(shape: tuple[int, ...], spec: QuantSpec | None) -> QuantizedArray | ja
     return QuantizedArray(payload, scale, exponent, spec, jnp.float32)
 
 
-def _split(stored: QuantizedArray | jax.Array, groups: Groups) -> Codes | jax.Array:
+def _split(stored: QuantizedArray | jax.Array, groups: Groups) -> Any:
     return split_codes(stored)[0] if isinstance(stored, QuantizedArray) else groups.split(stored)
 
 
-def _merge(stored: Codes | jax.Array, groups: Groups, spec: QuantSpec | None) -> QuantizedArray | jax.Array:
-    return groups.merge(stored) if spec is None else merge_codes(stored, groups, spec, jnp.float32)
+def _merge(stored: Any, groups: Groups, spec: QuantSpec | None) -> QuantizedArray | jax.Array:
+    return groups.merge(stored) if spec is None else merge_codes(stored, groups, spec, np.dtype(np.float32))
 
 
 def step_leaf(grad: jax.Array, mu: Any, nu: Any, codec: MomentCodec, hyper: Hyper, seed: int) -> tuple[jax.Array, Any, Any]:
@@ -98,17 +98,20 @@ def scale_by_coat_adam(
     Implementation.resolve(implementation, "scale_by_coat_adam")
     dense = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=jnp.float32)
 
+    def leaf_codec(name: str, value: Any) -> MomentCodec | None:
+        return leaves.leaf_codec(name, value.shape, codec, patterns, min_size)
+
     def chosen(tree: Any) -> tuple[list[str], list[Any], list[MomentCodec | None], Any]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         named = [leaves.path_name(path) for path, _ in paths]
         values = [value for _, value in paths]
-        return named, values, [leaves.leaf_codec(n, v.shape, codec, patterns, min_size) for n, v in zip(named, values)], treedef
+        return named, values, [leaf_codec(*row) for row in zip(named, values, strict=True)], treedef
 
     def init(params: Any) -> CoatAdamState:
         _, values, chosen_codecs, treedef = chosen(params)
         rows = list(zip(values, chosen_codecs, strict=True))
-        mu = treedef.unflatten([zeros(value.shape, c and c.mu) for value, c in rows])
-        nu = treedef.unflatten([zeros(value.shape, c and c.nu) for value, c in rows])
+        mu = treedef.unflatten([zeros(value.shape, c.mu if c else None) for value, c in rows])
+        nu = treedef.unflatten([zeros(value.shape, c.nu if c else None) for value, c in rows])
         return CoatAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
     def update(updates: Any, state: CoatAdamState, params: Any = None) -> tuple[Any, CoatAdamState]:
@@ -122,9 +125,9 @@ def scale_by_coat_adam(
         plain_updates, new = dense.update([grads[i].astype(jnp.float32) for i in plain], old)
         for row, i in enumerate(plain):
             grads[i], mu[i], nu[i] = plain_updates[row], new.mu[row], new.nu[row]
-        for i, leaf_codec in enumerate(chosen_codecs):
-            if leaf_codec is not None:
-                grads[i], mu[i], nu[i] = step_leaf(grads[i], mu[i], nu[i], leaf_codec, hyper, leaves.leaf_seed(named[i]))
+        for i, own in enumerate(chosen_codecs):
+            if own is not None:
+                grads[i], mu[i], nu[i] = step_leaf(grads[i], mu[i], nu[i], own, hyper, leaves.leaf_seed(named[i]))
         return treedef.unflatten(grads), CoatAdamState(count, treedef.unflatten(mu), treedef.unflatten(nu))
 
     return optax.GradientTransformation(init, update)

@@ -31,7 +31,7 @@ class MomentCodec:
             if not isinstance(spec.granularity, PerGroup):
                 raise ValueError(f"MomentCodec: granularity={spec.granularity!r}; moments are stored in PerGroup(size)")
         if len({spec.granularity for spec in specs}) > 1:
-            raise ValueError(f"MomentCodec: mu has {self.mu.granularity}, nu has {self.nu.granularity}; give both the same")
+            raise ValueError(f"MomentCodec: mu is {self.mu}, nu is {self.nu}; give both the same granularity")
         if self.nu is not None and not self.nu.keep_nonzero:
             raise ValueError(f"MomentCodec: nu={self.nu}; a second moment needs keep_nonzero=True, or live mu is divided by 0")
 
@@ -51,6 +51,7 @@ class MomentCodec:
         def turn(spec: QuantSpec | None) -> QuantSpec | None:
             if spec is None:
                 return None
+            assert isinstance(spec.granularity, PerGroup)
             return dataclasses.replace(spec, granularity=dataclasses.replace(spec.granularity, axis=axis))
 
         return dataclasses.replace(self, mu=turn(self.mu), nu=turn(self.nu))

@@ -6,19 +6,19 @@
 The step uses the fresh moments; what storing them loses enters with the next step.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.quant import QuantSpec, Rounding, rounding
-from coat_jax.quant.codec import Axes, Codes
+from coat_jax.quant.codec import Axes
 from coat_jax.quant.codec import decode as decode_groups
 from coat_jax.quant.codec import encode as encode_groups
 
-Stored = Codes | jax.Array
-"""A moment as it is kept: codes, or float32 where the codec's spec is None."""
+Stored = Any
+"""A moment as it is kept: `Codes`, or a float32 array where the codec's spec is None."""
 
 
 class Hyper(NamedTuple):
@@ -29,7 +29,7 @@ class Hyper(NamedTuple):
       correction_mu, correction_nu: 1 - b1^count and 1 - b2^count.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     b1: jax.Array
     b2: jax.Array
     eps: jax.Array
@@ -78,6 +78,7 @@ def encode(moments: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, seed:
             return x
         noise = None
         if spec.rounding is Rounding.STOCHASTIC:
+            assert index is not None
             noise = rounding.dither(rounding.fold(seed, which), hyper.count, index)
         return encode_groups(x, spec, axes, noise)
 

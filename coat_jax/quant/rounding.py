@@ -52,7 +52,7 @@ def uniform(seed: jax.Array | int, index: jax.Array) -> jax.Array:
 
 
 def dither(seed: jax.Array | int, step: jax.Array | int, index: jax.Array) -> jax.Array:
-    """float32 in [0, 1), a pure function of (seed, step, index): a hash of (seed, index) plus step times the golden ratio, modulo 1.
+    """float32 in [0, 1), a pure function of (seed, step, index): hash(seed, index) + step * golden ratio, modulo 1.
 
     Independent between elements and evenly spread over consecutive steps (a Weyl sequence), so that an element which must
     round up once in a hundred steps does so about every hundredth step: the mean of stochastic rounding with far less noise.
