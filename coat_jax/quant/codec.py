@@ -5,7 +5,11 @@ All functions see groups laid out along `axes` of a float32 array; statistics ha
     plain scaling   payload = cast(x / scale)              scale = amax / max    x = payload * scale
     expansion f     payload = cast(sign(x) f(|x| / amax))  scale = amax          x = sign(payload) f^-1(|payload|) * scale
 
-A group of zeros has the smallest normal scale and the payload 0. A NaN or an inf makes its whole group NaN.
+A group of zeros has the smallest normal scale and the payload 0. A NaN or an inf makes its whole group NaN. A scale lies in
+[2^-126, 2^126], so that its reciprocal is a normal number too: with an expansion, magnitudes over 2^126 saturate there.
+
+Quotients by a scale or a constant are written as products with its float32 reciprocal. XLA rewrites them so under jit, a
+kernel or a single eager operation does not, and the codes would differ.
 """
 
 from typing import NamedTuple
@@ -57,8 +61,8 @@ def store_scale(scale: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def scale_of(amax: jax.Array, spec: QuantSpec) -> jax.Array:
     """The scale that decodes a group whose largest magnitude is amax: amax, or amax / max for plain scaling."""
-    scale = amax if spec.expansion is not None else amax / spec.format.max
-    return store_scale(jnp.maximum(scale, TINY), spec.scale_dtype)
+    scale = amax if spec.expansion is not None else amax * (1 / spec.format.max)
+    return store_scale(jnp.clip(scale, TINY, 1 / TINY), spec.scale_dtype)
 
 
 def round_to_codes(y: jax.Array, exponent: jax.Array | None, spec: QuantSpec, noise: jax.Array | None) -> jax.Array:
@@ -96,7 +100,7 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
     exponent = spread_exponent = None
     magnitude = jnp.abs(x)
     nonzero = magnitude >= TINY
-    ratio = magnitude / spread(scale, x.shape, axes)
+    ratio = magnitude * spread(1.0 / scale, x.shape, axes)
     if spec.expansion is None:
         y = ratio
     else:

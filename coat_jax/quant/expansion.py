@@ -5,6 +5,7 @@ inverse of each other and elementwise; both are traced by kernels as well.
 """
 
 import dataclasses
+import math
 from typing import Protocol
 
 import jax
@@ -57,9 +58,8 @@ class PowerExpansion:
 
     def fit(self, ratio: jax.Array) -> jax.Array:
         """16 k for a group whose smallest non-zero ratio is `ratio`."""
-        octaves = -jnp.log2(ratio)
-        log2_target = jnp.log2(jnp.float32(self.target))
-        return jnp.clip(jnp.floor(16.0 * log2_target / jnp.maximum(octaves, 1e-3)), 1.0, 255.0)
+        octaves = jnp.maximum(-jnp.log2(ratio), 1e-3)
+        return jnp.clip(jnp.floor(16.0 * math.log2(self.target) / octaves), 1.0, 255.0)
 
     def expand(self, ratio: jax.Array, exponent: jax.Array | None, format: Format) -> jax.Array:
         """max * r^k."""
@@ -69,7 +69,7 @@ class PowerExpansion:
     def contract(self, y: jax.Array, exponent: jax.Array | None, format: Format) -> jax.Array:
         """(y / max)^(1/k)."""
         assert exponent is not None
-        return jnp.exp2(jnp.log2(y / format.max) * 16.0 / exponent)
+        return jnp.exp2(jnp.log2(y * (1 / format.max)) * (16.0 / exponent))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +99,16 @@ class LogRange:
         return jnp.clip(jnp.ceil(-4.0 * jnp.log2(ratio)), 1.0, 4 * self.octaves)
 
     def expand(self, ratio: jax.Array, exponent: jax.Array | None, format: Format) -> jax.Array:
-        """1 + (max - 1) (1 + log2(r) / L), at least 1."""
+        """1 + (max - 1) (1 + log2(r) / L) = max + (max - 1) log2(r) / L, at least 1."""
         assert exponent is not None
-        y = 1.0 + (format.max - 1.0) * (1.0 + jnp.log2(ratio) * 4.0 / exponent)
+        # The sum's product is with 4, exact: a compiler may fuse the two or not, the bits are the same.
+        y = format.max + 4.0 * (jnp.log2(ratio) * ((format.max - 1.0) * (1.0 / exponent)))
         return jnp.maximum(y, 1.0)
 
     def contract(self, y: jax.Array, exponent: jax.Array | None, format: Format) -> jax.Array:
-        """2^(((y - 1) / (max - 1) - 1) L)."""
+        """2^(((y - 1) / (max - 1) - 1) L) = 2^((y - max) / (max - 1) L)."""
         assert exponent is not None
-        return jnp.exp2(((y - 1.0) / (format.max - 1.0) - 1.0) * exponent * (1 / 4))
+        return jnp.exp2((y - format.max) * (1 / (format.max - 1.0)) * exponent * (1 / 4))
 
 
 @dataclasses.dataclass(frozen=True)
