@@ -1,0 +1,164 @@
+"""Reading XLA's text of a compiled program: computations, instructions, values. Nothing here knows what they mean."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+_ARRAY = re.compile(r"([a-z]+(?:\d+\w*)?)\[([\d,<=]*)\]")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One array: XLA's name of its dtype and its dimensions."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, without padding."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.size * (int(bits.group()) if bits else 8 if self.dtype == "pred" else 0) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: `values` are the arrays of its result, flat; `operands` are names in the same computation."""
+
+    name: str
+    opcode: str
+    values: tuple[Value, ...]
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX operations that it comes from, or ""."""
+        return self._attribute(r'op_name="((?:[^"\\]|\\.)*)"')
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls, or ""."""
+        return self._attribute(r'custom_call_target="([^"]+)"')
+
+    @property
+    def index(self) -> int:
+        """Which element a get-tuple-element takes, which argument a parameter is."""
+        return int(self._attribute(r"(?:^|, )index=(\d+)") or 0)
+
+    @property
+    def trip_count(self) -> int:
+        """How often a while loop runs where the compiler knows it, else 1."""
+        return int(self._attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it runs (a loop's body, a call's target, a fusion's inside)."""
+        found = re.findall(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)", self.attributes)
+        for group in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", self.attributes):
+            found += re.findall(r"%([\w.\-]+)", group)
+        return tuple(found)
+
+    def _attribute(self, pattern: str) -> str:
+        found = re.search(pattern, self.attributes)
+        return found.group(1) if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order in which they run, and which of them is the result."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: Instruction
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Its parameters by position."""
+        found = (i for i in self.instructions.values() if i.opcode == "parameter")
+        return {int(i.operands[0]): i for i in found}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program: its computations and the name of the one that starts."""
+
+    computations: dict[str, Computation]
+    entry: Computation
+
+
+def parse(text: str) -> Module:
+    """The module that `compiled.as_text()` shows.
+
+    Raises:
+      ValueError: the text holds no entry computation.
+    """
+    computations, entry = {}, None
+    name, lines = "", {}
+    root = None
+    for line in text.splitlines():
+        if line.endswith("{") and (line.startswith(("%", "ENTRY"))):
+            name, lines, root = re.search(r"%(\S+)", line).group(1), {}, None
+            entry = name if line.startswith("ENTRY") else entry
+        elif line == "}" and root:
+            computations[name] = Computation(name, lines, root)
+        elif name and (match := _INSTRUCTION.match(line)):
+            instruction = _instruction(match.group(2), _COMMENT.sub("", match.group(3)))
+            lines[instruction.name] = instruction
+            root = instruction if match.group(1) else root
+    if entry is None:
+        raise ValueError("not the text of a compiled program: it has no ENTRY computation")
+    return Module(computations, computations[entry])
+
+
+def _instruction(name: str, line: str) -> Instruction:
+    end = _closing(line, 0) if line.startswith("(") else line.index(" ")
+    shape, rest = line[:end], line[end:].strip()
+    opcode, _, _ = rest.partition("(")
+    stop = _closing(rest, len(opcode))
+    inside, attributes = rest[len(opcode) + 1 : stop - 1], rest[stop:].removeprefix(", ")
+    operands = (inside,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, opcode, values(shape), operands, attributes)
+
+
+def values(shape: str) -> tuple[Value, ...]:
+    """The arrays of a printed type, tuples flattened."""
+    found = _ARRAY.findall(shape)
+    return tuple(Value(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)) for dtype, dims in found)
+
+
+def _closing(text: str, start: int) -> int:
+    """The position behind the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.finditer(r"[()]", text[start:]):
+        depth += 1 if match.group() == "(" else -1
+        if depth == 0:
+            return start + match.end()
+    return len(text)
+
+
+def executed(
+    module: Module, start: Computation | None = None, times: int = 1
+) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Every instruction that starts a kernel or a loop, where it stands, and how often one run of the program reaches it.
+
+    Loops count their trips where the compiler knows them. Insides of fusions are not entered.
+    """
+    computation = start or module.entry
+    for instruction in computation.instructions.values():
+        yield computation, instruction, times
+        if instruction.opcode in ("while", "call", "conditional", "async-start"):
+            for name in instruction.called:
+                yield from executed(module, module.computations[name], times * instruction.trip_count)

@@ -1,0 +1,140 @@
+"""What a compiled training step keeps for its backward pass, layer by layer."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from coat_jax.plan.hlo import Computation, Instruction, Module
+
+# Operations that hand one buffer on, whole.
+_SAME_ARRAY = {"copy", "bitcast", "bitcast-convert", "convert", "transpose", "reshape"}
+# On the way to an array's maker, these are passed.
+_HANDED_ON = _SAME_ARRAY - {"convert"} | {"get-tuple-element", "fusion-done", "copy-done", "copy-start"}
+# Parts of an op_name that JAX's transformations add and that name nothing a person wrote.
+_NOT_A_NAME = {"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "call_exported", ""}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """One array that the forward pass writes for each layer and the backward pass reads.
+
+    Attributes:
+      name: where it comes from: scopes, module names and the operation that made it; "layer input" for the carry itself.
+      dtype: XLA's name of its dtype. FP8 codes travel as u8 where they were named for a remat policy.
+      shape: one layer's.
+      layers: how many there are.
+      nbytes: bytes of all layers.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layers: int
+    nbytes: int
+
+    @property
+    def fp8(self) -> bool:
+        """Whether an element takes one byte, as FP8 codes do."""
+        return self.dtype.startswith(("f8", "u8", "s8"))
+
+
+def kept_in(module: Module) -> tuple[Kept, ...]:
+    """What the module's scans over layers keep: buffers with a row per layer that one loop writes and a later loop reads.
+
+    A pair of loops (the forward scan and its transpose) is found in any computation; what the second loop changes is its own
+    and does not count, nor does what the first loop only reads, such as stacked parameters.
+    """
+    return tuple(kept for computation in module.computations.values() for kept in _between_loops(module, computation))
+
+
+def _between_loops(module: Module, computation: Computation) -> Iterator[Kept]:
+    loops = [i for i in computation.instructions.values() if i.opcode == "while"]
+    seen = set()
+    for later in loops:
+        for position, operand in enumerate(_elements(computation, later.operands[0])):
+            source = _source(computation, operand)
+            if source is None or source in seen or not _unchanged(module, later, position):
+                continue
+            loop, index = computation.instructions[source[0]], source[1]
+            value = loop.values[index]
+            stacked = value.shape[:1] == (loop.trip_count,) and loop.trip_count > 1
+            if stacked and not _unchanged(module, loop, index):
+                seen.add(source)
+                yield Kept(_name(module, loop, index), value.dtype, value.shape[1:], loop.trip_count, value.nbytes)
+
+
+def _elements(computation: Computation, name: str) -> tuple[str, ...]:
+    """The operands of the tuple of that name."""
+    made = computation.instructions[name]
+    return made.operands if made.opcode == "tuple" else ()
+
+
+def _source(computation: Computation, name: str) -> tuple[str, int] | None:
+    """The loop and the index of its result that the array of that name is, perhaps in another dtype or layout."""
+    instruction = computation.instructions[name]
+    while instruction.opcode != "get-tuple-element":
+        operands = [computation.instructions[o] for o in instruction.operands if o in computation.instructions]
+        if instruction.opcode == "fusion" and len(instruction.values) == 1:
+            operands = [o for o in operands if len(o.values) == 1 and o.values[0].shape == instruction.values[0].shape]
+        elif instruction.opcode not in _SAME_ARRAY:
+            return None
+        if not operands:
+            return None
+        instruction = operands[0]
+    made = computation.instructions[instruction.operands[0]]
+    return (made.name, instruction.index) if made.opcode == "while" else None
+
+
+def _unchanged(module: Module, loop: Instruction, index: int) -> bool:
+    """Whether the loop's body hands element `index` on as it came."""
+    body = _body(module, loop)
+    instruction = body.instructions[_elements(body, body.root.name)[index]]
+    while instruction.opcode in ("copy", "bitcast"):
+        instruction = body.instructions[instruction.operands[0]]
+    from_argument = instruction.opcode == "get-tuple-element" and instruction.operands[0] == body.parameters[0].name
+    return from_argument and instruction.index == index
+
+
+def _body(module: Module, loop: Instruction) -> Computation:
+    return module.computations[re.search(r"body=%([\w.\-]+)", loop.attributes).group(1)]
+
+
+def _name(module: Module, loop: Instruction, index: int) -> str:
+    """The name of what the loop writes into element `index`: that of the update's maker, looked up through fusions."""
+    inside = [_body(module, loop)]  # the computations that we are in, innermost last
+    callers: list[Instruction] = []  # the fusions that we came through
+    instruction = inside[0].instructions[_elements(inside[0], inside[0].root.name)[index]]
+    written = False
+    while True:
+        operands = [inside[-1].instructions.get(name) for name in instruction.operands]
+        if instruction.opcode == "parameter" and callers:
+            inside.pop()
+            instruction = inside[-1].instructions[callers.pop().operands[int(instruction.operands[0])]]
+        elif instruction.opcode == "dynamic-update-slice":
+            written, instruction = True, operands[1]
+        elif instruction.opcode in ("fusion", "fusion-start") and not (written and instruction.op_name):
+            callers.append(instruction)
+            inside.append(module.computations[instruction.called[0]])
+            instruction = inside[-1].root
+        elif instruction.opcode == "get-tuple-element" and operands[0].opcode == "fusion":
+            callers.append(operands[0])
+            inside.append(module.computations[operands[0].called[0]])
+            made = _elements(inside[-1], inside[-1].root.name)
+            instruction = inside[-1].instructions[made[instruction.index]] if made else inside[-1].root
+        elif instruction.opcode in _HANDED_ON or (instruction.opcode == "convert" and not instruction.op_name):
+            instruction = operands[0]
+        elif instruction.opcode == "parameter":
+            return "layer input"
+        else:
+            return readable(instruction.op_name) or instruction.opcode
+
+
+def readable(op_name: str) -> str:
+    """What a person wrote of an op_name: "jit(step)/jvp(Llama)/layers/while/body/norm/mul" is "Llama/layers/norm/mul"."""
+    parts = []
+    for part in op_name.split("/"):
+        while wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)", part):
+            part = wrapped.group(1)
+        if part not in _NOT_A_NAME and not re.fullmatch(r"(?:jit|pjit)\(.*\)", part):
+            parts.append(part)
+    return "/".join(parts)
