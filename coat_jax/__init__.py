@@ -20,10 +20,12 @@ from coat_jax.quant import (
 )
 
 if TYPE_CHECKING:
+    from coat_jax import ops as ops
     from coat_jax import recipes as recipes
     from coat_jax.linen import FP8Dense as FP8Dense
     from coat_jax.linen import FP8RMSNorm as FP8RMSNorm
     from coat_jax.linen import FP8SwiGLU as FP8SwiGLU
+    from coat_jax.ops import remat_policy as remat_policy
     from coat_jax.optim import coat_adamw as coat_adamw
     from coat_jax.optim import codecs as codecs
     from coat_jax.optim import scale_by_coat_adam as scale_by_coat_adam
@@ -37,6 +39,8 @@ _HOME = {
     "scale_by_coat_adam": "coat_jax.optim",
     "recipes": "coat_jax.recipes",
     "Recipe": "coat_jax.recipes",
+    "ops": "coat_jax.ops",
+    "remat_policy": "coat_jax.ops",
     "FP8Dense": "coat_jax.linen",
     "FP8RMSNorm": "coat_jax.linen",
     "FP8SwiGLU": "coat_jax.linen",

@@ -1,0 +1,27 @@
+"""Differentiable functions of plain arrays, bf16 or f32 at their faces, FP8 only in what they keep for the backward pass."""
+
+from coat_jax.ops.activation import gate_silu, swiglu
+from coat_jax.ops.attention import attention, attention_linear
+from coat_jax.ops.linear import Prologue, linear
+from coat_jax.ops.loss import cross_entropy
+from coat_jax.ops.norm import normalize_rms, rms_norm
+from coat_jax.ops.recipe import Recipe
+from coat_jax.ops.rope import rope
+from coat_jax.ops.stash import STASH, remat_policy, stashed
+
+__all__ = [
+    "STASH",
+    "Prologue",
+    "Recipe",
+    "attention",
+    "attention_linear",
+    "cross_entropy",
+    "gate_silu",
+    "linear",
+    "normalize_rms",
+    "remat_policy",
+    "rms_norm",
+    "rope",
+    "stashed",
+    "swiglu",
+]

@@ -1,0 +1,136 @@
+"""Attention: cuDNN where the program runs on an NVIDIA GPU, XLA elsewhere. Attention matrices are never kept."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax.ops.linear import Prologue, linear
+from coat_jax.ops.recipe import Recipe
+from coat_jax.ops.stash import stashed
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def has_cudnn(fn: Attend, *args: Any) -> bool:
+    """Whether cuDNN is installed and takes arrays of these shapes and dtypes."""
+    try:
+        jax.eval_shape(fn, *args)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+    return True
+
+
+def split_vjp(fn: Attend, args: tuple[jax.Array, ...]) -> tuple[jax.Array, list[jax.Array], Callable[..., Any]]:
+    """fn(*args), what its backward pass needs beyond args and the result, and a function of all these giving the vjp."""
+    out, pull = jax.vjp(fn, *args)
+    leaves, tree = jax.tree.flatten(pull)
+    known = (*args, out)
+    source = [next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves]
+
+    def rebuild(args, out, extra):
+        known, rest = (*args, out), iter(extra)
+        return jax.tree.unflatten(tree, [next(rest) if i is None else known[i] for i in source])
+
+    return out, [leaf for leaf, i in zip(leaves, source, strict=True) if i is None], rebuild
+
+
+def by_platform(cudnn: Attend, xla: Attend) -> Attend:
+    """`cudnn` on NVIDIA GPUs and `xla` elsewhere, chosen when the program is lowered, as one differentiable function.
+
+    What cuDNN keeps for its backward pass (the result and the log-sums) crosses as residuals; XLA keeps q, k and v and runs
+    again. Differentiating `platform_dependent` itself would carry the residuals of both, attention matrices included.
+    """
+
+    def choose(*args):
+        return jax.lax.platform_dependent(*args, cuda=cudnn, default=xla)
+
+    def forward(*args):
+        pulls = []
+
+        def on_gpu(*args):
+            out, extra, rebuild = split_vjp(cudnn, args)
+            pulls.append(rebuild)
+            return out, extra
+
+        def elsewhere(*args):
+            return xla(*args), [jnp.zeros(x.shape, x.dtype) for x in extra_shapes]
+
+        _, extra_shapes = jax.eval_shape(on_gpu, *args)
+        out, extra = jax.lax.platform_dependent(*args, cuda=on_gpu, default=elsewhere)
+        return out, (args, out, extra, jax.tree_util.Partial(pulls[-1]))
+
+    def backward(residual, g):
+        args, out, extra, rebuild = residual
+
+        def on_gpu(g, args, out, extra):
+            return rebuild(args, out, extra)(g)
+
+        def elsewhere(g, args, out, extra):
+            return jax.vjp(xla, *args)[1](g)
+
+        return jax.lax.platform_dependent(g, args, out, extra, cuda=on_gpu, default=elsewhere)
+
+    op = jax.custom_vjp(choose)
+    op.defvjp(forward, backward)
+    return op
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, implementation: str | None = None) -> jax.Array:
+    """o = softmax(q k^T / sqrt(d)) v for every head, with a causal mask or none.
+
+    Its own residuals are q, k, v, o and a float32 log-sum per row on an NVIDIA GPU; q, k and v elsewhere. To keep FP8 of
+    q, k and v instead and run forward again, make it the prologue of the output projection (`linear`), or use `stashed`.
+
+    Args:
+      q: (batch, tokens, heads, d).
+      k, v: (batch, keys, kv_heads, d); heads a multiple of kv_heads (grouped-query attention).
+      causal: whether token t sees keys up to t only.
+      implementation: "cudnn", "xla", or None: cuDNN on NVIDIA GPUs where it takes the shapes and dtypes (16-bit, d a multiple
+        of 8), XLA elsewhere.
+
+    Returns:
+      An array of q's shape and dtype.
+
+    Raises:
+      ValueError: an unknown implementation, or heads that kv_heads does not divide.
+      RuntimeError, NotImplementedError: cuDNN, asked for by name, is missing or does not take the shapes.
+
+    Source: arXiv 1706.03762; grouped queries arXiv 2305.13245.
+    """
+    if implementation not in (None, "cudnn", "xla"):
+        raise ValueError(f"attention: implementation={implementation!r} is unknown; use None, 'cudnn' or 'xla'")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"attention: {q.shape[-2]} heads in q and {k.shape[-2]} in k; the second must divide the first")
+    cudnn, xla = (
+        functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=name) for name in ("cudnn", "xla")
+    )
+    if implementation == "cudnn":
+        return cudnn(q, k, v)
+    if implementation == "xla" or not has_cudnn(cudnn, q, k, v):
+        return stashed(xla, [None] * 3)(q, k, v)
+    return by_platform(cudnn, xla)(q, k, v)
+
+
+def attention_linear(
+    q: jax.Array, k: jax.Array, v: jax.Array, kernels: Sequence[jax.Array], recipe: Recipe, *, causal: bool = True
+) -> list[jax.Array]:
+    """y_j = attention(q, k, v) · kernels_j, contracting heads and d.
+
+    With `recipe.attention` q, k and v are kept in FP8 and the attention forward is rerun in the backward pass; without, the
+    attention keeps what its own backward pass reads, and the product shares the attention output with it.
+
+    Args:
+      q, k, v, causal: as in `attention`.
+      kernels: each (heads, d, *features).
+      recipe: what is kept and multiplied.
+
+    Returns:
+      For each kernel (batch, tokens, *features), in q's dtype.
+    """
+    attend = functools.partial(attention, causal=causal)
+    if recipe.attention is None:
+        return linear([attend(q, k, v)], kernels, recipe, axes=2, shared=True)
+    return linear([q, k, v], kernels, recipe, prologue=Prologue(attend, recipe.attention), axes=2)

@@ -1,0 +1,67 @@
+"""`Recipe`: what each role in a network is quantized to, as one static value that is passed explicitly."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from coat_jax.quant import QuantSpec
+
+ROLES = ("linear_input", "weight", "gradient", "nonlinear_input", "attention", "layer_input")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Which `QuantSpec` each role gets; None leaves the role in the dtype of the computation.
+
+    Attributes:
+      linear_input: activations as operands of weight products.
+      weight: kernels as operands of weight products.
+      gradient: gradients as operands of weight products.
+      nonlinear_input: what is kept of the inputs of norms, activations and products of activations.
+      attention: what is kept of q, k and v; the attention forward is rerun from it. None keeps what plain autodiff keeps.
+      layer_input: what is kept of a layer's input under `remat="layer"`.
+      redo: keep a linear layer's non-linear inputs only and redo from them what the product consumed, instead of keeping both.
+      precision: of the weight products, as in `jax.lax.dot_general`; on Hopper None lets FP8 products accumulate in the
+        tensor cores' 14 bits, "highest" promotes the partial sums to float32.
+
+    Raises:
+      TypeError: a role that is neither a `QuantSpec` nor None.
+
+    Example:
+      >>> from coat_jax import E4M3, PerTensor, QuantSpec, recipes
+      >>> print(recipes.coat().replace(gradient=QuantSpec(E4M3, PerTensor())).gradient)
+      e4m3, tensor, float32 scales
+    """
+
+    linear_input: QuantSpec | None = None
+    weight: QuantSpec | None = None
+    gradient: QuantSpec | None = None
+    nonlinear_input: QuantSpec | None = None
+    attention: QuantSpec | None = None
+    layer_input: QuantSpec | None = None
+    redo: bool = False
+    precision: jax.lax.PrecisionLike = None
+
+    def __post_init__(self):
+        for role in ROLES:
+            spec = getattr(self, role)
+            if spec is not None and not isinstance(spec, QuantSpec):
+                raise TypeError(f"Recipe: {role}={spec!r}; use a QuantSpec, or None to leave that role unquantized")
+
+    def replace(self, **changes: Any) -> "Recipe":
+        """A recipe with some fields changed.
+
+        Raises:
+          ValueError: a name that is not a field.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"Recipe.replace: {name!r} is not a field; use one of {', '.join(known)}")
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def products_quantized(self) -> bool:
+        """Whether any operand of a weight product is quantized."""
+        return any(spec is not None for spec in (self.linear_input, self.weight, self.gradient))

@@ -1,0 +1,84 @@
+"""Stashes: activations kept in FP8 from the forward pass for the backward pass, and the one factory of ops that keep them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from coat_jax.quant import QuantizedArray, QuantSpec, dequantize, quantize
+
+STASH = "coat_stash"
+"""The `checkpoint_name` of every stash."""
+
+Kept = QuantizedArray | jax.Array
+
+remat_policy = jax.checkpoint_policies.save_only_these_names(STASH)
+"""For `jax.checkpoint` and `nn.remat`: keep exactly the stashes, redo everything else."""
+
+
+def keep_quantized(q: QuantizedArray) -> QuantizedArray:
+    """q as a residual: every part under the name of stashes, the payload as plain bytes.
+
+    `jax.checkpoint` rounds a saved floating-point value that the forward pass uses too, and its rounding turns E4M3 values
+    of 256 and above into NaN. Bytes it leaves alone.
+    """
+    payload = jax.lax.bitcast_convert_type(q.payload, jnp.uint8)
+    parts = [None if part is None else checkpoint_name(part, STASH) for part in (payload, q.scale, q.exponent)]
+    return QuantizedArray.tree_unflatten((q.spec, q.dtype), parts)
+
+
+def restore_quantized(kept: QuantizedArray) -> QuantizedArray:
+    """The inverse of `keep_quantized`."""
+    payload = jax.lax.bitcast_convert_type(kept.payload, kept.spec.format.dtype)
+    return QuantizedArray.tree_unflatten((kept.spec, kept.dtype), (payload, kept.scale, kept.exponent))
+
+
+def keep(x: jax.Array, spec: QuantSpec | None) -> Kept:
+    """What the backward pass gets of x: x quantized to `spec`; x itself for None or where x holds no real numbers."""
+    if spec is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return checkpoint_name(x, STASH)
+    return keep_quantized(quantize(x, spec))
+
+
+def restore(kept: Kept) -> jax.Array:
+    """The array that `keep` stands for, in its own dtype."""
+    return dequantize(restore_quantized(kept)) if isinstance(kept, QuantizedArray) else kept
+
+
+def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None]) -> Callable[..., Any]:
+    """`fn`, keeping its inputs in FP8 and nothing else: y = fn(x, w), and (dx, dw) = vjp of fn at (decode(encode(x)), w).
+
+    The forward pass works on exact values. The backward pass reruns `fn` on what it kept.
+
+    Args:
+      fn: function of arrays (pytrees, for parameters), without captured traced values.
+      specs: one for each leading argument, an array: what is kept of it (None: itself). Arguments beyond are parameters:
+        the caller holds them anyway, so they are kept by reference.
+
+    Returns:
+      A function of the same arguments, differentiable in all of them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from coat_jax import E4M3, PerGroup, QuantSpec
+      >>> from coat_jax.ops import stashed
+      >>> square = stashed(lambda x: x * x, [QuantSpec(E4M3, PerGroup(16))])
+      >>> print(jax.grad(lambda x: square(x).sum())(jnp.arange(3.0)))
+      [0. 2. 4.]
+    """
+    specs = tuple(specs)
+
+    def forward(*args):
+        kept = tuple(keep(x, spec) for x, spec in zip(args, specs, strict=False))
+        return fn(*args), (kept, args[len(specs) :])
+
+    def backward(residual, cotangent):
+        kept, params = residual
+        _, pull = jax.vjp(fn, *map(restore, kept), *params)
+        return pull(cotangent)
+
+    op = jax.custom_vjp(fn)
+    op.defvjp(forward, backward)
+    return op

@@ -1,0 +1,63 @@
+"""Recipes by name. A recipe is an explicit, static value; nothing about numerics is global."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.ops.recipe import Recipe
+from coat_jax.quant import E4M3, E5M2, Format, PerGroup, PerTensor, QuantSpec
+
+__all__ = ["NAMES", "Recipe", "bf16", "coat", "lean", "named"]
+
+
+def _tensor(format: Format) -> QuantSpec:
+    return QuantSpec(format, PerTensor(), scale_dtype=np.dtype(jnp.bfloat16))
+
+
+def _groups(size: int) -> QuantSpec:
+    return QuantSpec(E4M3, PerGroup(size), scale_dtype=np.dtype(jnp.bfloat16))
+
+
+def bf16() -> Recipe:
+    """Nothing quantized: the modules compute what their Flax namesakes compute, bit for bit."""
+    return Recipe()
+
+
+def coat() -> Recipe:
+    """COAT: E4M3 per tensor in weight products, E5M2 gradients, non-linear inputs kept in E4M3 groups of 16.
+
+    q, k, v and the attention output stay in the dtype of the computation.
+
+    Source: arXiv 2410.19313, section 5.
+    """
+    return Recipe(
+        linear_input=_tensor(E4M3),
+        weight=_tensor(E4M3),
+        gradient=_tensor(E5M2),
+        nonlinear_input=_groups(16),
+        layer_input=_groups(128),
+    )
+
+
+def lean() -> Recipe:
+    """COAT's products, and nothing kept that is cheap to redo: FP8 of the inputs of both norms, q, k, v, gate and up.
+
+    Norms, activations and the attention forward are redone from these, in groups of 128; no weight product is.
+    """
+    return coat().replace(nonlinear_input=_groups(128), attention=_groups(128), redo=True)
+
+
+NAMES: tuple[str, ...] = ("coat", "lean", "bf16")
+
+
+def named(name: str) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    known: dict[str, Callable[[], Recipe]] = {"coat": coat, "lean": lean, "bf16": bf16}
+    if name not in known:
+        raise ValueError(f"recipe={name!r} is unknown; use one of {', '.join(NAMES)}")
+    return known[name]()
