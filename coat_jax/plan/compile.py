@@ -1,26 +1,18 @@
 """Compiling a function for GPUs that are not here."""
 
-import importlib.util
-import os
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.plan import devices, fresh
 from coat_jax.plan.devices import Device
 from coat_jax.plan.program import Program
+from coat_jax.plan.topology import COMPILER_OPTIONS, gpu_mesh
 
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-"""Without a device XLA cannot time products and takes Triton's; with autotuning cuBLASLt's win, so those are asked for."""
 _UNLIMITED = 10**13  # bytes; more than any program wants, so that XLA recomputes nothing to fit
-
-
-class PlanError(RuntimeError):
-    """What keeps the planner from compiling here, and what would change that."""
 
 
 def compile_for(
@@ -62,57 +54,22 @@ def compile_for(
     """
     device = device if isinstance(device, Device) else devices.named(device)
     axes = dict(mesh or {"fsdp": gpus})
-    if int(np.prod(list(axes.values()))) != gpus:
-        raise ValueError(f"compile_for: the mesh {axes} has {np.prod(list(axes.values()))} places for gpus={gpus}")
+    if math.prod(axes.values()) != gpus:
+        raise ValueError(f"compile_for: the mesh {axes} has {math.prod(axes.values())} places for gpus={gpus}")
+    if memory not in ("unlimited", "real"):
+        raise ValueError(f"compile_for: memory={memory!r}; use 'unlimited' or 'real'")
     target = device.target(_UNLIMITED if memory == "unlimited" else None)
-    found = _devices(target, gpus)
-    where = AbstractMesh(tuple(axes.values()), tuple(axes)) if found is None else _mesh(found, axes)
-    if in_shardings is None:
-        in_shardings = PartitionSpec()
-    placed = {"in_shardings": _place(where, in_shardings)}
+    in_shardings = PartitionSpec() if in_shardings is None else in_shardings
+    found = gpu_mesh(target, axes)
+    where = AbstractMesh(tuple(axes.values()), tuple(axes)) if found is None else found
+    shardings = {"in_shardings": _place(where, in_shardings)}
     if out_shardings is not None:
-        placed["out_shardings"] = _place(where, out_shardings)
+        shardings["out_shardings"] = _place(where, out_shardings)
     if found is None:
-        return fresh.compile_elsewhere(fn, abstract_args, where, placed, donate_argnums, target)
-    with jax.set_mesh(where):
-        lowered = jax.jit(fn, donate_argnums=donate_argnums, **placed).lower(*abstract_args)
-        return Program.of(lowered.compile(compiler_options=dict(OPTIONS)), gpus)
-
-
-def available() -> str | None:
-    """None where programs can be compiled for a GPU, else the line that says what to install."""
-    names = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_cuda12_plugin", "jax_cuda13_plugin")
-    if any(_installed(name) for name in names):
-        return None
-    return "compiling for a GPU needs JAX's CUDA plug-in; install it with: pip install 'coat-jax[plan]'"
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _devices(target: str, gpus: int) -> list[Any] | None:
-    """GPUs to compile for, or None where this process started JAX without the plug-in and only a fresh one can."""
-    if missing := available():
-        raise PlanError(missing)
-    # The plug-in refuses to load where there is no driver, unless this is set before JAX's first use of a backend.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    try:
-        description = topologies.get_topology_desc(
-            platform="cuda", topology_name="gpu", target_config=target, topology=f"1x1x{gpus}"
-        )
-    except (NotImplementedError, RuntimeError, ValueError) as error:
-        if "not implemented" not in str(error) and "cuda" not in str(error).lower():
-            raise
-        return None
-    return description.devices
-
-
-def _mesh(found: list[Any], axes: Mapping[str, int]) -> Mesh:
-    return Mesh(np.array(found).reshape(tuple(axes.values())), tuple(axes))
+        return fresh.compile_elsewhere(fn, abstract_args, where.abstract_mesh, shardings, donate_argnums, target)
+    with jax.set_mesh(found):
+        lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*abstract_args)
+        return Program.of(lowered.compile(compiler_options=dict(COMPILER_OPTIONS)), gpus)
 
 
 def _place(mesh: Mesh | AbstractMesh, specs: Any) -> Any:

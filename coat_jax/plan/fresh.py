@@ -18,19 +18,21 @@ from jax import export
 from jax.sharding import AbstractMesh
 
 from coat_jax.plan.program import Program
+from coat_jax.plan.topology import COMPILER_OPTIONS, gpu_mesh
 
 # Custom calls that export cannot vouch for across versions; here both sides are the same installation.
 _CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "mosaic_gpu_v2", "mosaic_gpu")
 
 
 def compile_elsewhere(
-    fn: Callable[..., Any], args: tuple, mesh: AbstractMesh, placed: dict[str, Any], donate_argnums: Any, target: str
+    fn: Callable[..., Any], args: tuple, mesh: AbstractMesh, shardings: dict[str, Any], donate_argnums: Any, target: str
 ) -> Program:
     """`compile_for` in another Python process.
 
     Args:
       fn, args: the function and its abstract arguments.
-      mesh: the `AbstractMesh` over which `placed["in_shardings"]` and `["out_shardings"]` are.
+      mesh: what the shardings are over.
+      shardings: `in_shardings` and perhaps `out_shardings`, as `jax.jit` takes them.
       donate_argnums: as in `jax.jit`.
       target: the device in XLA's text form.
 
@@ -45,16 +47,19 @@ def compile_elsewhere(
     def flat(*leaves):
         return jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves)))
 
-    shardings = jax.tree.leaves(jax.tree.broadcast(placed["in_shardings"], args))
-    jitted = jax.jit(flat, in_shardings=shardings)
     with jax.sharding.use_abstract_mesh(mesh):
-        exported = export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*leaves)
+        placed: dict[str, Any] = {"in_shardings": tuple(jax.tree.leaves(jax.tree.broadcast(shardings["in_shardings"], args)))}
+        if "out_shardings" in shardings:
+            results = jax.eval_shape(fn, *args)
+            placed["out_shardings"] = jax.tree.leaves(jax.tree.broadcast(shardings["out_shardings"], results))
+        exported = export.export(jax.jit(flat, **placed), platforms=["cuda"], disabled_checks=checks)(*leaves)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "exported").write_bytes(exported.serialize())
         order = {"target": target, "mesh": dict(mesh.shape), "donate": flags}
         Path(folder, "order.json").write_text(json.dumps(order))
         environment = dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", JAX_PLATFORMS="cpu")
-        command = [sys.executable, "-m", "coat_jax.plan.fresh", folder]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-c", "import sys; from coat_jax.plan import fresh; fresh.serve(sys.argv[1])", folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
@@ -62,13 +67,12 @@ def compile_elsewhere(
         return pickle.loads(Path(folder, "program").read_bytes())
 
 
-def _main(folder: str) -> None:
-    from coat_jax.plan import compile as plan_compile
-
+def serve(folder: str) -> None:
+    """The other process's side: reads the order in the folder and writes the program there."""
     order = json.loads(Path(folder, "order.json").read_text())
     exported = export.deserialize(bytearray(Path(folder, "exported").read_bytes()))
     gpus = exported.nr_devices
-    mesh = plan_compile._mesh(plan_compile._devices(order["target"], gpus), order["mesh"])
+    mesh = gpu_mesh(order["target"], order["mesh"])
     args = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
         for a, s in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
@@ -76,9 +80,5 @@ def _main(folder: str) -> None:
     donated = tuple(i for i, flag in enumerate(order["donate"]) if flag)
     with jax.set_mesh(mesh):
         lowered = jax.jit(lambda *leaves: exported.call(*leaves), donate_argnums=donated).lower(*args)
-        program = Program.of(lowered.compile(compiler_options=dict(plan_compile.OPTIONS)), gpus)
+        program = Program.of(lowered.compile(compiler_options=dict(COMPILER_OPTIONS)), gpus)
     Path(folder, "program").write_bytes(pickle.dumps(program))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 _ARRAY = re.compile(r"([a-z]+(?:\d+\w*)?)\[([\d,<=]*)\]")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
+_START = re.compile(r"^(ENTRY )?%(\S+) .*\{$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 
 
@@ -59,6 +60,11 @@ class Instruction:
         return int(self._attribute(r"(?:^|, )index=(\d+)") or 0)
 
     @property
+    def body(self) -> str:
+        """The computation that a while loop repeats, or ""."""
+        return self._attribute(r"body=%([\w.\-]+)")
+
+    @property
     def trip_count(self) -> int:
         """How often a while loop runs where the compiler knows it, else 1."""
         return int(self._attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
@@ -105,13 +111,13 @@ def parse(text: str) -> Module:
     Raises:
       ValueError: the text holds no entry computation.
     """
-    computations, entry = {}, None
-    name, lines = "", {}
-    root = None
+    computations: dict[str, Computation] = {}
+    lines: dict[str, Instruction] = {}
+    name, entry, root = "", None, None
     for line in text.splitlines():
-        if line.endswith("{") and (line.startswith(("%", "ENTRY"))):
-            name, lines, root = re.search(r"%(\S+)", line).group(1), {}, None
-            entry = name if line.startswith("ENTRY") else entry
+        if start := _START.match(line):
+            name, lines, root = start.group(2), {}, None
+            entry = name if start.group(1) else entry
         elif line == "}" and root:
             computations[name] = Computation(name, lines, root)
         elif name and (match := _INSTRUCTION.match(line)):

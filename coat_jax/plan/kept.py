@@ -69,6 +69,12 @@ def _elements(computation: Computation, name: str) -> tuple[str, ...]:
     return made.operands if made.opcode == "tuple" else ()
 
 
+def _element(computation: Computation, index: int) -> Instruction:
+    """What makes element `index` of the computation's result; the result itself where that is no tuple."""
+    made = _elements(computation, computation.root.name)
+    return computation.instructions[made[index]] if made else computation.root
+
+
 def _source(computation: Computation, name: str) -> tuple[str, int] | None:
     """The loop and the index of its result that the array of that name is, perhaps in another dtype or layout."""
     instruction = computation.instructions[name]
@@ -88,7 +94,7 @@ def _source(computation: Computation, name: str) -> tuple[str, int] | None:
 def _unchanged(module: Module, loop: Instruction, index: int) -> bool:
     """Whether the loop's body hands element `index` on as it came."""
     body = _body(module, loop)
-    instruction = body.instructions[_elements(body, body.root.name)[index]]
+    instruction = _element(body, index)
     while instruction.opcode in ("copy", "bitcast"):
         instruction = body.instructions[instruction.operands[0]]
     from_argument = instruction.opcode == "get-tuple-element" and instruction.operands[0] == body.parameters[0].name
@@ -96,33 +102,32 @@ def _unchanged(module: Module, loop: Instruction, index: int) -> bool:
 
 
 def _body(module: Module, loop: Instruction) -> Computation:
-    return module.computations[re.search(r"body=%([\w.\-]+)", loop.attributes).group(1)]
+    return module.computations[loop.body]
 
 
 def _name(module: Module, loop: Instruction, index: int) -> str:
     """The name of what the loop writes into element `index`: that of the update's maker, looked up through fusions."""
     inside = [_body(module, loop)]  # the computations that we are in, innermost last
     callers: list[Instruction] = []  # the fusions that we came through
-    instruction = inside[0].instructions[_elements(inside[0], inside[0].root.name)[index]]
+    instruction = _element(inside[0], index)
     written = False
     while True:
-        operands = [inside[-1].instructions.get(name) for name in instruction.operands]
+        first = inside[-1].instructions.get(instruction.operands[0]) if instruction.operands else None
+        many = instruction.opcode == "get-tuple-element" and first is not None and first.opcode == "fusion"
+        fused = instruction.opcode in ("fusion", "fusion-start") and not (written and instruction.op_name)
         if instruction.opcode == "parameter" and callers:
             inside.pop()
             instruction = inside[-1].instructions[callers.pop().operands[int(instruction.operands[0])]]
         elif instruction.opcode == "dynamic-update-slice":
-            written, instruction = True, operands[1]
-        elif instruction.opcode in ("fusion", "fusion-start") and not (written and instruction.op_name):
-            callers.append(instruction)
-            inside.append(module.computations[instruction.called[0]])
-            instruction = inside[-1].root
-        elif instruction.opcode == "get-tuple-element" and operands[0].opcode == "fusion":
-            callers.append(operands[0])
-            inside.append(module.computations[operands[0].called[0]])
-            made = _elements(inside[-1], inside[-1].root.name)
-            instruction = inside[-1].instructions[made[instruction.index]] if made else inside[-1].root
-        elif instruction.opcode in _HANDED_ON or (instruction.opcode == "convert" and not instruction.op_name):
-            instruction = operands[0]
+            written, instruction = True, inside[-1].instructions[instruction.operands[1]]
+        elif many or fused:
+            callers.append(first if many and first is not None else instruction)
+            inside.append(module.computations[callers[-1].called[0]])
+            instruction = _element(inside[-1], instruction.index) if many else inside[-1].root
+        elif first is not None and (
+            instruction.opcode in _HANDED_ON or (instruction.opcode == "convert" and not instruction.op_name)
+        ):
+            instruction = first
         elif instruction.opcode == "parameter":
             return "layer input"
         else:

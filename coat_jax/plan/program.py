@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from coat_jax.plan import hlo
@@ -106,7 +107,7 @@ class Program:
 
     def flops(self) -> dict[str, float]:
         """Floating-point operations of one run, by kind of product."""
-        total: collections.Counter[str] = collections.Counter()
+        total: dict[str, float] = collections.defaultdict(float)
         for product in self.products:
             total[product.kind] += product.flops * product.times
         return dict(total)
@@ -142,7 +143,7 @@ def kept_for_backward(compiled: Any) -> tuple[Kept, ...]:
     return kept_in(hlo.parse(compiled if isinstance(compiled, str) else compiled.as_text()))
 
 
-def _products(module: hlo.Module):
+def _products(module: hlo.Module) -> Iterator[Product]:
     for computation, instruction, times in hlo.executed(module):
         found = [(computation, instruction)]
         if instruction.opcode in ("fusion", "fusion-start"):
@@ -176,8 +177,8 @@ def _matmul_flops(computation: hlo.Computation, product: hlo.Instruction) -> flo
 
 def _attention_flops(computation: hlo.Computation, attention: hlo.Instruction) -> float:
     # Two products of (queries, d) with (d, keys) forward, five backward; a causal mask skips half of each.
-    scores = re.search(r'"intermediate_tensor_shape":\s*\{[^[]*"dimensions":\s*\[([^\]]*)\]', attention.attributes).group(1)
-    size = math.prod(int(n.strip('" ')) for n in scores.split(","))
+    _, scores = attention.attributes.split('"intermediate_tensor_shape"', 1)
+    size = math.prod(int(n.strip('" ')) for n in re.findall(r'"dimensions":\s*\[([^\]]*)\]', scores)[0].split(","))
     products = 5 if "Backward" in attention.target else 2
     causal = '"mask_type": "CAUSAL"' in attention.attributes
     return 2 * products * size * _operand(computation, attention, 0).shape[-1] * (0.5 if causal else 1)
@@ -186,14 +187,14 @@ def _attention_flops(computation: hlo.Computation, attention: hlo.Instruction) -
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def _collectives(module: hlo.Module):
+def _collectives(module: hlo.Module) -> Iterator[Collective]:
     for computation, instruction, times in hlo.executed(module):
         kind = instruction.opcode.removesuffix("-start")
         if kind not in _COLLECTIVES:
             continue
         moved = [_operand(computation, instruction, i) for i in range(len(instruction.operands))]
         results = instruction.values[len(moved) :] if instruction.opcode.endswith("-start") else ()
-        results = [v for v in results if v.shape] or list(instruction.values)
+        results = tuple(v for v in results if v.shape) or instruction.values
         by_dtype: collections.Counter[str] = collections.Counter()
         for before, after in zip(moved, results, strict=False):
             by_dtype[before.dtype] += max(before.nbytes, after.nbytes)
