@@ -1,5 +1,6 @@
 """The command line, `coat-jax`: each command reads its arguments and calls the one function that does the work."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,20 +40,26 @@ def compare(
     from coat_jax.train import compare as command
 
     settings = command.Settings(preset=preset, arms=tuple(arms.split(",")), steps=steps, batch=batch, seq=seq, seed=seed)
-    command.run(settings, data=[*(data or ()), *(paths or ())], out=out)
+    command.run(settings, data=[*(data or ()), *(paths or ())], out=out, command=_typed())
+
+
+def _typed() -> str:
+    """The command as it was typed."""
+    return shlex.join(["coat-jax", *sys.argv[1:]])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `coat-jax`. Bad input is one line on stderr and status 2; `--traceback` in front shows where it came from."""
+    """Runs `coat-jax`. Bad input is one line on stderr and status 2, a loss that is not finite one line and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return app(args=arguments, standalone_mode=False, prog_name="coat-jax") or 0
-    except (ValueError, OSError, typer.BadParameter.__bases__[0], typer.Abort) as error:
-        if "--traceback" in arguments:
+    except Exception as error:
+        usage = isinstance(error, typer.BadParameter.__bases__[0])  # UsageError, which older typers take from click
+        if "--traceback" in arguments or not (usage or isinstance(error, (ValueError, OSError, ArithmeticError))):
             raise
-        message = error.format_message() if hasattr(error, "format_message") else str(error) or type(error).__name__
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
         print("coat-jax: " + " ".join(message.split()), file=sys.stderr)
-        return 1 if isinstance(error, typer.Abort) else 2
+        return 1 if isinstance(error, ArithmeticError) else 2
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""`coat-jax compare`: the same model trained in BF16 and with COAT on the same text, side by side."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from coat_jax.models import plain
+from coat_jax.train import accounting, report
+from coat_jax.train import data as text
+from coat_jax.train.arms import Settings, build
+from coat_jax.train.loop import Arm, DivergedError, Trainer
+
+
+def run(
+    settings: Settings,
+    *,
+    data: Sequence[Path | str] = (),
+    out: Path = Path("out"),
+    command: str = "coat_jax.train.compare.run",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains every arm, prints a table, and writes `compare.json` and `compare.png` into the folder `out`.
+
+    All arms see the same batches in the same order and take their steps in turn, so that whatever else the machine does slows
+    all of them. Losses are means in nats per byte; the training loss is that of the last tenth of the steps.
+
+    Args:
+      settings: what to train.
+      data: text files or folders; none is the standard library's source.
+      out: a folder, made where it does not exist.
+      command: what to name as the origin of the results.
+      console: where to print.
+
+    Returns:
+      What `compare.json` holds.
+
+    Raises:
+      ValueError: text that is missing or too small.
+      DivergedError: a loss that is not finite; what was measured until then is written first.
+    """
+    console = console or Console()
+    corpus = text.load(data, seed=settings.seed, least_bytes=settings.batch * settings.seq + 1)
+    out.mkdir(parents=True, exist_ok=True)
+    shape = np.zeros((settings.batch, settings.seq + 1), np.int32)
+    trainers = {name: Trainer(build(settings, name), shape) for name in settings.arms}
+    results = report.header(settings, corpus, command)
+    results["arms"] = {name: {"losses": [], "step_seconds": []} for name in settings.arms}
+    try:
+        _train(trainers, settings, corpus, results["arms"], console)
+    except DivergedError as error:
+        results["diverged"] = {"arm": error.arm, "step": error.step, "loss": str(error.loss)}
+        report.write(results, out)
+        raise
+    with console.status("reading the compiled programs"):
+        _account(trainers, settings, results, shape)
+    report.write(results, out)
+    console.print(report.table(results))
+    for line in [*report.notes(results), f"Written: {out / report.JSON_NAME}, {out / report.PNG_NAME}"]:
+        console.print(line, highlight=False)
+    return results
+
+
+def _train(
+    trainers: dict[str, Trainer], settings: Settings, corpus: text.Corpus, results: dict[str, Any], console: Console
+) -> None:
+    """Trains all arms in turn and fills `results` step by step."""
+    windows = text.Windows(corpus.train, settings.seq)
+    columns = (
+        *Progress.get_default_columns()[:3],
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("compiling", total=settings.steps, loss="")
+        for trainer in trainers.values():
+            progress.update(task, description=f"compiling {trainer.arm.name}")
+            _ = trainer.compiled
+        progress.update(task, description="training")
+        runs = {}
+        for name, trainer in trainers.items():
+            batches = itertools.islice(windows.batches(settings.batch, settings.seed), settings.steps)
+            runs[name] = trainer.train(trainer.start(settings.seed), batches)
+        params = {}
+        for steps in zip(*runs.values(), strict=True):
+            for name, step in zip(runs, steps, strict=True):
+                params[name] = step.state.params
+                results[name]["losses"].append(step.loss)
+                results[name]["step_seconds"].append(round(step.seconds, 5))
+            losses = "  ".join(f"{name} {step.loss:.3f}" for name, step in zip(runs, steps, strict=True))
+            progress.update(task, advance=1, loss=f"loss: {losses}")
+        progress.update(task, description="validating")
+        held_out = text.Windows(corpus.validation, settings.seq).batches(settings.batch, settings.seed)
+        batches = list(itertools.islice(held_out, settings.validation_batches))
+        for name, trainer in trainers.items():
+            arm = results[name]
+            arm["training_loss"] = statistics.fmean(arm["losses"][-max(1, settings.steps // 10) :])
+            arm["validation_loss"] = trainer.evaluate(params[name], batches)
+            arm["seconds_per_step"] = statistics.median(arm["step_seconds"])
+
+
+def _account(trainers: dict[str, Trainer], settings: Settings, results: dict[str, Any], batch: np.ndarray) -> None:
+    """Adds bytes of state and bytes kept, of every arm, and of the same model in plain Flax."""
+    config = settings.model_config
+    sizes = {"batch": settings.batch, "seq": settings.seq, "heads": config.heads}
+    for name, trainer in trainers.items():
+        arm = results["arms"][name]
+        arm["optimizer_state"] = accounting.state_bytes(trainer.abstract_state.opt_state)
+        arm["kept_bytes"] = accounting.kept_bytes(trainer.compiled, **sizes)
+    first = next(iter(trainers.values())).arm
+    reference = Trainer(Arm.of_model("plain Flax", plain.Llama(config), first.optimizer), batch)
+    results["plain_flax_kept_bytes"] = accounting.kept_bytes(reference.compiled, **sizes)

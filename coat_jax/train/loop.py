@@ -1,0 +1,150 @@
+"""The training loop: one compiled step for an arm, shared by all its seeds; losses come out as they are measured."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+class State(NamedTuple):
+    """What a step takes and gives back.
+
+    Attributes:
+      params: the model's parameters.
+      opt_state: the optimizer's state.
+    """
+
+    params: Any
+    opt_state: Any
+
+
+class Step(NamedTuple):
+    """One step as measured.
+
+    Attributes:
+      number: 1 for the first.
+      loss: mean over the batch, before the update.
+      seconds: wall time, with the device's work.
+      state: after the update.
+    """
+
+    number: int
+    loss: float
+    seconds: float
+    state: State
+
+
+class DivergedError(ArithmeticError):
+    """A loss that is not finite.
+
+    Attributes:
+      arm: name of the arm.
+      step: number of the step.
+      loss: the loss.
+    """
+
+    def __init__(self, arm: str, step: int, loss: float):
+        super().__init__(f"arm {arm}: the loss is {loss} at step {step}; try a lower learning rate or another seed")
+        self.arm, self.step, self.loss = arm, step, loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to train: initial parameters, a loss and an optimizer.
+
+    Attributes:
+      name: as shown in tables.
+      init: key -> parameters.
+      loss: (parameters, batch) -> mean loss, an f32 scalar.
+      optimizer: any Optax transformation.
+    """
+
+    name: str
+    init: Callable[[jax.Array], Any]
+    loss: Callable[[Any, jax.Array], jax.Array]
+    optimizer: optax.GradientTransformation
+
+    @classmethod
+    def of_model(cls, name: str, model: Any, optimizer: optax.GradientTransformation) -> "Arm":
+        """An arm for a model of `coat_jax.models`, on batches of tokens, int (batch, seq + 1)."""
+
+        def init(key: jax.Array) -> Any:
+            return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+
+        def loss(params: Any, batch: jax.Array) -> jax.Array:
+            return model.apply({"params": params}, batch[:, :-1], batch[:, 1:], method=model.loss)
+
+        return cls(name, init, loss, optimizer)
+
+
+class Trainer:
+    """Trains one arm. Everything is compiled once, for one batch shape, and serves any number of seeds.
+
+    Args:
+      arm: what to train.
+      batch: a batch, or its shape and dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, optax
+      >>> from coat_jax.train.loop import Arm, Trainer
+      >>> arm = Arm("line", lambda key: jnp.zeros(()), lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.25))
+      >>> trainer = Trainer(arm, np.zeros((2,), np.float32))
+      >>> batches = [np.ones((2,), np.float32)] * 3
+      >>> [step.loss for step in trainer.train(trainer.start(seed=0), batches)]
+      [1.0, 0.25, 0.0625]
+    """
+
+    def __init__(self, arm: Arm, batch: Any):
+        self.arm = arm
+        self._start = jax.jit(self._first_state)
+        self._loss = jax.jit(arm.loss)
+        self._batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
+
+    def _first_state(self, key: jax.Array) -> State:
+        params = self.arm.init(key)
+        return State(params, self.arm.optimizer.init(params))
+
+    def _update(self, state: State, batch: jax.Array) -> tuple[State, jax.Array]:
+        loss, grads = jax.value_and_grad(self.arm.loss)(state.params, batch)
+        updates, opt_state = self.arm.optimizer.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), opt_state), loss
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The compiled step, (state, batch) -> (state, loss); the state is donated."""
+        return jax.jit(self._update, donate_argnums=0).lower(self.abstract_state, self._batch).compile()
+
+    @functools.cached_property
+    def abstract_state(self) -> State:
+        """Shapes and dtypes of the state."""
+        return jax.eval_shape(self._first_state, jax.random.key(0))
+
+    def start(self, seed: int) -> State:
+        """The state before the first step."""
+        return self._start(jax.random.key(seed))
+
+    def train(self, state: State, batches: Iterable[np.ndarray]) -> Iterator[Step]:
+        """Takes one step for every batch and yields it. `state` is used up; each step carries the next one.
+
+        Raises:
+          DivergedError: a loss that is not finite. What was yielded before stands.
+        """
+        step = self.compiled
+        for number, batch in enumerate(batches, 1):
+            began = time.perf_counter()
+            state, loss = step(state, batch)
+            value = float(loss)
+            if not math.isfinite(value):
+                raise DivergedError(self.arm.name, number, value)
+            yield Step(number, value, time.perf_counter() - began, state)
+
+    def evaluate(self, params: Any, batches: Iterable[np.ndarray]) -> float:
+        """The mean loss over `batches`, without updates."""
+        return float(np.mean([float(self._loss(params, batch)) for batch in batches]))
