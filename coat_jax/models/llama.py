@@ -109,7 +109,7 @@ class Attention(nn.Module):
         c, recipe = self.config, self.recipe
         widths = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
         kernels = [Kernel(n * c.head_dim, c.param_dtype, name=name)(c.hidden) for name, n in widths.items()]
-        o = Kernel(c.hidden, c.param_dtype, name="o")(c.hidden).reshape(c.heads, c.head_dim, c.hidden)
+        o = Kernel(c.hidden, c.param_dtype, name="o")(c.hidden)
         q, k, v = ops.linear([x], kernels, recipe, prologue=norm)
         q, k, v = (y.reshape(*y.shape[:-1], -1, c.head_dim) for y in (q, k, v))
         q, k = (ops.rope(y, theta=c.rope_theta) for y in (q, k))

@@ -124,7 +124,7 @@ def attention_linear(
 
     Args:
       q, k, v, causal: as in `attention`.
-      kernels: each (heads, d, *features).
+      kernels: each (heads, d, *features) or (heads * d, *features).
       recipe: what is kept and multiplied.
 
     Returns:

@@ -47,58 +47,82 @@ def keep_operand(x: Operand, shared: jax.Array | None) -> Kept:
     return keep_quantized(x) if isinstance(x, QuantizedArray) else checkpoint_name(x, STASH)
 
 
-def products(h: jax.Array, kernels: Sequence[jax.Array], recipe: Recipe, *, shared: bool = False) -> list[jax.Array]:
+def restore_operand(kept: Kept) -> Operand:
+    """The operand that `keep_operand` kept."""
+    return restore_quantized(kept) if isinstance(kept, QuantizedArray) else kept
+
+
+def products(
+    h: jax.Array, kernels: Sequence[jax.Array], recipe: Recipe, *, axes: int = 1, shared: bool = False
+) -> list[jax.Array]:
     """Y_j = q(H) q(W_j), dH = sum_j q(dY_j) q(W_j)^T, dW_j = q(H)^T q(dY_j), with q the recipe's quantization of each role.
 
-    q(H) is kept for the backward pass; the kernels are quantized again there.
+    q(H) is kept for the backward pass; the kernels are quantized again there. Reshapes to matrices happen inside, so that h
+    and the kernels, where they are kept by reference, stay the very arrays that others keep.
 
     Args:
-      h: matrix (rows, contracted).
-      kernels: matrices (contracted, features), of any float dtype; their gradients have the same.
+      h: (*rows, *contracted).
+      kernels: (*contracted, *features) or (contracted, *features), of any float dtype; their gradients have the same.
       recipe: specs of the three roles.
-      shared: h itself is kept anyway, by the op that made it: keep it by reference instead of q(H).
+      axes: number of contracted axes of h.
+      shared: h is kept anyway, by the op that made it: keep it by reference instead of q(H).
 
     Returns:
-      For each kernel a matrix (rows, features) in h's dtype.
+      For each kernel an array (*rows, *features) in h's dtype.
     """
-    dtype = h.dtype
+    dtype, shape = h.dtype, h.shape
+    rows, size = shape[: len(shape) - axes], math.prod(shape[len(shape) - axes :])
+    features = [feature_shape(w, size) for w in kernels]
     into = functools.partial(matrix_product, recipe=recipe, dtype=dtype)
+
+    def left(h):
+        return operand(h.reshape(-1, size), recipe.linear_input)
+
+    def right(w):
+        return operand(w.reshape(size, -1), recipe.weight)
 
     def run(h, kernels):
         return forward(h, kernels)[0]
 
     def forward(h, kernels):
-        x = operand(h, recipe.linear_input)
-        ys = [into(x, operand(w, recipe.weight), (1, 0), out=dtype) for w in kernels]
+        x = left(h)
+        ys = [into(x, right(w), (1, 0), out=dtype).reshape(rows + f) for w, f in zip(kernels, features, strict=True)]
         return ys, (keep_operand(x, h if shared else None), kernels)
 
     def backward(residual, gs):
         kept, kernels = residual
-        x = restore_quantized(kept) if isinstance(kept, QuantizedArray) else operand(kept, recipe.linear_input)
-        gs = [operand(g, recipe.gradient) for g in gs]
-        dws = [into(x, g, (0, 0), out=w.dtype) for g, w in zip(gs, kernels, strict=True)]
-        dhs = [into(g, operand(w, recipe.weight), (1, 1), out=dtype) for g, w in zip(gs, kernels, strict=True)]
-        return functools.reduce(jnp.add, dhs), dws
+        x = left(kept) if shared else restore_operand(kept)
+        gs = [operand(g.reshape(-1, math.prod(f)), recipe.gradient) for g, f in zip(gs, features, strict=True)]
+        dws = [into(x, g, (0, 0), out=w.dtype).reshape(w.shape) for g, w in zip(gs, kernels, strict=True)]
+        dhs = [into(g, right(w), (1, 1), out=dtype) for g, w in zip(gs, kernels, strict=True)]
+        return functools.reduce(jnp.add, dhs).reshape(shape), dws
 
     op = jax.custom_vjp(run)
     op.defvjp(forward, backward)
-    return op(h, list(kernels))
+    return op(h, kernels)
+
+
+def feature_shape(kernel: jax.Array, size: int) -> tuple[int, ...]:
+    """The axes of a kernel behind its contracted ones, which hold `size` elements together."""
+    contracted, axis = 1, 0
+    while contracted < size and axis < kernel.ndim:
+        contracted, axis = contracted * kernel.shape[axis], axis + 1
+    if contracted != size:
+        raise ValueError(f"linear: a kernel of shape {kernel.shape} does not contract with {size} features of the input")
+    return kernel.shape[axis:]
 
 
 def contract(h: jax.Array, kernels: Sequence[jax.Array], recipe: Recipe, *, axes: int, shared: bool) -> list[jax.Array]:
-    """`products` of arrays: the last `axes` axes of h with the first `axes` of each kernel."""
-    lead, contracted = h.shape[: h.ndim - axes], h.shape[h.ndim - axes :]
-    for i, kernel in enumerate(kernels):
-        if kernel.shape[:axes] != contracted:
-            raise ValueError(
-                f"linear: kernel {i} has shape {kernel.shape}; over {axes} axes of {h.shape} it must begin with {contracted}"
-            )
-    if not recipe.products_quantized:
-        dims = ((tuple(range(h.ndim - axes, h.ndim)), tuple(range(axes))), ((), ()))
-        return [jax.lax.dot_general(h, w.astype(h.dtype), dims, precision=recipe.precision) for w in kernels]
-    size = math.prod(contracted)
-    ys = products(h.reshape(-1, size), [w.reshape(size, -1) for w in kernels], recipe, shared=shared)
-    return [y.reshape(*lead, *w.shape[axes:]) for y, w in zip(ys, kernels, strict=True)]
+    """`products`, or plain `dot_general` where the recipe quantizes none of their operands."""
+    if recipe.products_quantized:
+        return products(h, kernels, recipe, axes=axes, shared=shared)
+    size = math.prod(h.shape[h.ndim - axes :])
+    rows = h.reshape(*h.shape[: h.ndim - axes], size)
+    ys = []
+    for w in kernels:
+        matrix = w.astype(h.dtype).reshape(size, *feature_shape(w, size))
+        ys.append(jax.lax.dot_general(rows, matrix, (((rows.ndim - 1,), (0,)), ((), ())), precision=recipe.precision))
+    return ys
 
 
 class Prologue(NamedTuple):
@@ -132,7 +156,8 @@ def linear(
 
     Args:
       inputs: what the prologue reads; without a prologue one array, h itself.
-      kernels: each (*contracted, *features), of any float dtype; quantized from it directly. h ends in the contracted axes.
+      kernels: each (*contracted, *features), of any float dtype; quantized from it directly. h ends in the contracted axes,
+        which a kernel may have as one.
       recipe: what the operands are quantized to. Where it names no role of a product, this is plain `dot_general`.
       prologue: what is computed before the product.
       axes: number of contracted axes.
