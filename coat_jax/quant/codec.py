@@ -9,7 +9,8 @@ A group of zeros has the smallest normal scale and the payload 0. A NaN or an in
 [2^-126, 2^126], so that its reciprocal is a normal number too: with an expansion, magnitudes over 2^126 saturate there.
 
 Quotients by a scale or a constant are written as products with its float32 reciprocal. XLA rewrites them so under jit, a
-kernel or a single eager operation does not, and the codes would differ.
+kernel or a single eager operation does not, and the codes would differ. No minimum or maximum is asked to carry a NaN: XLA's
+on CPUs do not (its fast min-max), so NaN is put in with `where` behind them.
 """
 
 from typing import NamedTuple
@@ -41,9 +42,9 @@ def spread(statistic: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Arra
 
 
 def group_amax(x: jax.Array, axes: Axes) -> jax.Array:
-    """max |x| of every group, at least the smallest normal float32; NaN where the group has a NaN or an inf."""
-    amax = jnp.max(jnp.abs(x), axis=axes, initial=TINY)
-    return jnp.where(amax < jnp.inf, amax, jnp.nan)
+    """max |x| of every group, at least the smallest normal float32; inf where the group has a NaN or an inf."""
+    a = jnp.abs(x)
+    return jnp.max(jnp.where(a < jnp.inf, a, jnp.inf), axis=axes, initial=TINY)
 
 
 def group_amin(x: jax.Array, axes: Axes) -> jax.Array:
@@ -60,9 +61,10 @@ def store_scale(scale: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def scale_of(amax: jax.Array, spec: QuantSpec) -> jax.Array:
-    """The scale that decodes a group whose largest magnitude is amax: amax, or amax / max for plain scaling."""
+    """The scale that decodes a group whose largest magnitude is amax: amax, or amax / max for plain scaling; NaN for inf."""
     scale = amax if spec.expansion is not None else amax * (1 / spec.format.max)
-    return store_scale(jnp.clip(scale, TINY, 1 / TINY), spec.scale_dtype)
+    stored = store_scale(jnp.clip(scale, TINY, 1 / TINY), spec.scale_dtype)
+    return jnp.where(amax < jnp.inf, stored, jnp.nan)
 
 
 def round_to_codes(y: jax.Array, exponent: jax.Array | None, spec: QuantSpec, noise: jax.Array | None) -> jax.Array:
@@ -108,11 +110,10 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
             exponent = spec.expansion.fit(floor_ratio(group_amin(x, axes), amax))
             spread_exponent = spread(exponent, x.shape, axes)
         y = spec.expansion.expand(jnp.clip(ratio, TINY, 1.0), spread_exponent, spec.format)
-        y = jnp.where(jnp.isnan(ratio), ratio, y)
     if spec.keep_nonzero:
         y = jnp.maximum(y, spec.format.tiny)
     y = round_to_codes(y, spread_exponent, spec, noise)
-    y = jnp.where(nonzero, y, jnp.where(jnp.isnan(x), x, 0.0))
+    y = jnp.where(jnp.isnan(ratio), ratio, jnp.where(nonzero, y, 0.0))
     payload = spec.format.cast(jnp.where(x < 0, -y, y))
     stored = None if exponent is None else exponent.astype(jnp.int32).astype(jnp.uint8)
     return Codes(payload, scale.astype(spec.scale_dtype), stored)

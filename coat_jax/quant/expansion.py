@@ -131,5 +131,5 @@ class Softsign:
 
 
 def floor_ratio(amin: jax.Array, amax: jax.Array) -> jax.Array:
-    """amin / amax kept a normal float32 in (0, 1]: 1 where the group has no non-zero element."""
-    return jnp.clip(amin / amax, TINY, 1.0)
+    """amin / amax kept a normal float32 in (0, 1]: 1 where the group has no finite non-zero element."""
+    return jnp.where(amin < amax, jnp.maximum(amin / amax, TINY), 1.0)

@@ -41,11 +41,11 @@ class Format:
         return self.dtype != np.uint8
 
     def cast(self, y: jax.Array) -> jax.Array:
-        """The nearest code to y (float32), ties to even, saturating at ±max; NaN stays NaN where the format has one."""
-        y = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
+        """The nearest code to y (float32), ties to even, saturating at ±max; NaN stays NaN, or is 0 in an integer format."""
+        inside = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
         if self.mantissa_bits is None:
-            y = jnp.round(y)
-        return y.astype(self.dtype)
+            return jnp.where(jnp.isnan(y), 0.0, jnp.round(inside)).astype(self.dtype)
+        return jnp.where(jnp.isnan(y), y, inside).astype(self.dtype)
 
     def floor(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The two neighbouring magnitudes, lower <= y <= upper, that the format represents exactly.

@@ -54,8 +54,10 @@ def test_cast_at_every_boundary(name):
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_cast_saturates_infinities_and_keeps_nan(name):
-    cast = np.asarray(FORMATS[name].cast(jnp.array([jnp.inf, -jnp.inf, jnp.nan]))).astype(np.float32)
-    np.testing.assert_array_equal(cast, [oracle.LARGEST[name], -oracle.LARGEST[name], np.nan])
+    y = jnp.tile(jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0]), 64)
+    for cast in (FORMATS[name].cast, jax.jit(FORMATS[name].cast)):
+        want = [oracle.LARGEST[name], -oracle.LARGEST[name], np.nan, 1.0]
+        np.testing.assert_array_equal(np.asarray(cast(y)).astype(np.float32), np.tile(want, 64))
 
 
 @pytest.mark.parametrize("name", FORMATS)
