@@ -58,8 +58,18 @@ EXPANDED = {
 }
 SPECS = PLAIN | EXPANDED
 
+SHAPE = (255, 256)
+"""One shape for most tests, so that each spec is compiled once: as many elements as there are finite bf16 numbers."""
+
 jit_quantize = jax.jit(quantize, static_argnames="spec")
 jit_dequantize = jax.jit(dequantize, static_argnames="dtype")
+
+
+def embed(values) -> np.ndarray:
+    """A float32 array of SHAPE that begins with `values` (a row, or rows), zeros elsewhere."""
+    x, values = np.zeros(SHAPE, np.float32), np.atleast_2d(np.asarray(values, np.float32))
+    x[: values.shape[0], : values.shape[1]] = values
+    return x
 
 
 def tile_of(granularity, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from agreement import EXPANDED, SPECS, check, jit_quantize
+from agreement import EXPANDED, SHAPE, SPECS, check, jit_quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ def test_all_bf16(name, order):
     spec, x = SPECS[name], ORDERS[order]
     if spec.format.name == "uint8":
         x = np.abs(x)
-    check(x.reshape(510, 128), spec)
+    check(x.reshape(SHAPE), spec)
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0, 2.0, 6.0])
@@ -29,14 +29,14 @@ def test_all_bf16(name, order):
 def test_moments_like_values(name, sigma):
     """What optimizers hold: normal numbers times lognormal(sigma) scales."""
     rng = np.random.default_rng(3)
-    x = 1e-5 * rng.normal(size=(510, 128)) * np.exp(sigma * rng.normal(size=(510, 128)))
+    x = 1e-5 * rng.normal(size=SHAPE) * np.exp(sigma * rng.normal(size=SHAPE))
     check((np.abs(x) if SPECS[name].format.name == "uint8" else x).astype(np.float32), SPECS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].format.signed])
 def test_signs_survive(name):
     """The code of -x is the code of x with its sign turned: magnitudes never depend on signs."""
-    x = np.random.default_rng(4).normal(size=(510, 128)).astype(np.float32)
+    x = np.random.default_rng(4).normal(size=SHAPE).astype(np.float32)
     plus, minus = jit_quantize(x, SPECS[name]), jit_quantize(-x, SPECS[name])
     np.testing.assert_array_equal(np.asarray(plus.payload).astype(np.float32), -np.asarray(minus.payload).astype(np.float32))
     np.testing.assert_array_equal(plus.scale, minus.scale)
@@ -46,7 +46,7 @@ def test_signs_survive(name):
 @settings(max_examples=15, deadline=None)
 @given(power=st.integers(-60, 60), name=st.sampled_from(sorted(SPECS)))
 def test_a_power_of_two_moves_only_the_scale(power, name):
-    x = np.abs(np.random.default_rng(5).normal(size=(510, 128))).astype(np.float32) + np.float32(1e-3)
+    x = np.abs(np.random.default_rng(5).normal(size=SHAPE)).astype(np.float32) + np.float32(1e-3)
     one, moved = jit_quantize(x, SPECS[name]), jit_quantize(x * np.float32(2.0**power), SPECS[name])
     np.testing.assert_array_equal(np.asarray(one.payload).view(np.uint8), np.asarray(moved.payload).view(np.uint8))
     np.testing.assert_array_equal(
