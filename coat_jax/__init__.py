@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from coat_jax.optim import coat_adamw as coat_adamw
     from coat_jax.optim import codecs as codecs
     from coat_jax.optim import scale_by_coat_adam as scale_by_coat_adam
+    from coat_jax.plan import explain_memory as explain_memory
     from coat_jax.recipes import Recipe as Recipe
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOME = {
     "Recipe": "coat_jax.recipes",
     "ops": "coat_jax.ops",
     "remat_policy": "coat_jax.ops",
+    "explain_memory": "coat_jax.plan",
     "FP8Dense": "coat_jax.linen",
     "FP8RMSNorm": "coat_jax.linen",
     "FP8SwiGLU": "coat_jax.linen",

@@ -75,8 +75,8 @@ def named(device: str) -> Device:
       ValueError: an unknown name, a file that cannot be read, or one with a field missing, too many or of another type.
 
     Example:
-      >>> named("h100").memory_bytes / GIB
-      79.0966796875
+      >>> round(named("h100").memory_bytes / GIB, 1)
+      79.1
     """
     known = json.loads(_FILE.read_text())
     if device in known:

@@ -135,7 +135,7 @@ def _instruction(name: str, line: str) -> Instruction:
     opcode, _, _ = rest.partition("(")
     stop = _closing(rest, len(opcode))
     inside, attributes = rest[len(opcode) + 1 : stop - 1], rest[stop:].removeprefix(", ")
-    operands = (inside,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside))
+    operands = (inside,) if opcode == "parameter" else tuple(re.findall(r"%([\w.\-]+)", inside))
     return Instruction(name, opcode, values(shape), operands, attributes)
 
 

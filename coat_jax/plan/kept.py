@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from coat_jax.plan.hlo import Computation, Instruction, Module
+from coat_jax.plan.hlo import Computation, Instruction, Module, Value
 
 # Operations that hand one buffer on, whole.
 _SAME_ARRAY = {"copy", "bitcast", "bitcast-convert", "convert", "transpose", "reshape"}
@@ -143,3 +143,39 @@ def readable(op_name: str) -> str:
         if part not in _NOT_A_NAME and not re.fullmatch(r"(?:jit|pjit)\(.*\)", part):
             parts.append(part)
     return "/".join(parts)
+
+
+def kept_outside(module: Module) -> tuple[Kept, ...]:
+    """What crosses from forward to backward operations outside of scans: the arrays around them, and those of unrolled layers.
+
+    An operation is the backward pass's where JAX named it so ("transpose(jvp(...))"). Arguments of the program, parameters
+    among them, do not count.
+    """
+    entry = module.entry
+    found: dict[str, Kept] = {}
+    for instruction in entry.instructions.values():
+        if not in_backward(instruction) or instruction.opcode == "parameter":
+            continue
+        for operand in instruction.operands:
+            names = _elements(entry, operand) or (operand,)
+            for made, value in (_made(entry, name) for name in names):
+                forward = "jvp(" in made.op_name and not in_backward(made)
+                in_scan = made.opcode == "while" and made.trip_count > 1 and value.shape[:1] == (made.trip_count,)
+                if forward and not in_scan and made.opcode not in ("parameter", "constant", "iota", "broadcast"):
+                    found[f"{made.name} {value}"] = Kept(readable(made.op_name), value.dtype, value.shape, 1, value.nbytes)
+    return tuple(found.values())
+
+
+def in_backward(instruction: Instruction) -> bool:
+    """Whether it belongs to the outermost backward pass, by its op_name; a gradient taken inside a forward pass does not."""
+    outermost = re.search(r"(?:^|/)(jvp|transpose)\(", instruction.op_name)
+    return outermost is not None and outermost.group(1) == "transpose"
+
+
+def _made(computation: Computation, name: str) -> tuple[Instruction, Value]:
+    """Who made the array of that name in this computation, and the array."""
+    instruction = computation.instructions[name]
+    value = instruction.values[0] if instruction.values else Value("token", ())
+    while instruction.opcode in _HANDED_ON and instruction.operands:
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction, value
