@@ -65,7 +65,9 @@ def decode(stored: Moments, codec: MomentCodec, axes: Axes) -> Moments:
     return Moments(jnp.where(nu > 0, mu, 0.0), nu)
 
 
-def encode(moments: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, seed: int, index: jax.Array | None) -> Moments:
+def encode(
+    moments: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, seed: int, index: jax.Array | None, grad: jax.Array
+) -> Moments:
     """Both moments as the codec stores them.
 
     Args:
@@ -73,21 +75,21 @@ def encode(moments: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, seed:
       index: uint32 number of each element in its leaf, needed where `codec.stochastic`.
     """
 
-    def store(x: jax.Array, spec: QuantSpec | None, which: int) -> Stored:
+    def store(x: jax.Array, spec: QuantSpec | None, which: int, idle: jax.Array) -> Stored:
         if spec is None:
             return x
         noise = None
         if spec.rounding is Rounding.STOCHASTIC:
             assert index is not None
             noise = rounding.dither(rounding.fold(seed, which), hyper.count, index)
-        return encode_groups(x, spec, axes, noise)
+        return encode_groups(x, spec, axes, noise, idle)
 
-    nu = store(moments.nu, codec.nu, 1)
+    nu = store(moments.nu, codec.nu, 1, moments.mu == 0)
     mu = moments.mu
     if codec.relative:
         read = _load(nu, codec.nu, axes)
         mu = jnp.where(read > 0, mu * jax.lax.rsqrt(jnp.where(read > 0, read, 1.0)), 0.0)
-    return Moments(store(mu, codec.mu, 0), nu)
+    return Moments(store(mu, codec.mu, 0, grad == 0), nu)
 
 
 def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moments]:
@@ -107,4 +109,4 @@ def step(
 ) -> tuple[jax.Array, Moments]:
     """One step of some groups: decode, Adam, encode. Returns the direction (float32) and the moments to keep."""
     direction, moments = adam(grad, decode(stored, codec, axes), hyper)
-    return direction, encode(moments, codec, axes, hyper, seed, index)
+    return direction, encode(moments, codec, axes, hyper, seed, index, grad)

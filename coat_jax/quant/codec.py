@@ -67,28 +67,33 @@ def scale_of(amax: jax.Array, spec: QuantSpec) -> jax.Array:
     return jnp.where(amax < jnp.inf, stored, jnp.nan)
 
 
-def round_to_codes(y: jax.Array, exponent: jax.Array | None, spec: QuantSpec, noise: jax.Array | None) -> jax.Array:
-    """Magnitudes in the code domain, each moved to one that the format represents.
+def round_to_codes(
+    y: jax.Array,
+    ratio: jax.Array,
+    exponent: jax.Array | None,
+    spec: QuantSpec,
+    noise: jax.Array | None = None,
+    idle: jax.Array | None = None,
+) -> jax.Array:
+    """Magnitudes y in the code domain, which stand for `ratio`, each moved to one that the format represents.
 
-    Stochastic rounding takes the upper neighbour with probability (x - lower) / (upper - lower), x the decoded values: in
-    the linear domain, so that the expectation of what is decoded is what was encoded.
+    Stochastic rounding takes the upper neighbour with probability (ratio - low) / (high - low), all of them decoded values:
+    in the linear domain, so that the expectation of what is decoded is what was encoded.
     """
     if spec.rounding is Rounding.NEAREST:
-        return y
+        return y if idle is None else jnp.where(idle, spec.format.floor(jnp.minimum(y, spec.format.max))[0], y)
     assert noise is not None
-    y = jnp.minimum(y, spec.format.max)
-    lower, upper = spec.format.floor(y)
+    lower, upper = spec.format.floor(jnp.minimum(y, spec.format.max))
     if spec.expansion is None:
-        low, value, high = lower, y, upper
+        low, high = lower, upper
     else:
-        low, value, high = (
-            jnp.where(z > 0, spec.expansion.contract(jnp.maximum(z, TINY), exponent, spec.format), 0.0)
-            for z in (lower, y, upper)
+        low, high = (
+            jnp.where(z > 0, spec.expansion.contract(jnp.maximum(z, TINY), exponent, spec.format), 0.0) for z in (lower, upper)
         )
-    return jnp.where(noise * (high - low) < value - low, upper, lower)
+    return jnp.where(noise * (high - low) < ratio - low, upper, lower)
 
 
-def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = None) -> Codes:
+def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = None, idle: jax.Array | None = None) -> Codes:
     """Codes of the groups that lie along `axes` of x.
 
     Args:
@@ -96,6 +101,8 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
       spec: static description; its granularity is not used, the groups are given by `axes`.
       axes: negative axes of x.
       noise: float32 in [0, 1) of x's shape, for stochastic rounding.
+      idle: elements that only decay. They do not widen the range that the exponent is fitted to, and nearest rounding takes
+        them towards zero: a decay of less than half a code would leave them where they are for ever.
     """
     amax = group_amax(x, axes)
     scale = scale_of(amax, spec)
@@ -107,12 +114,12 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
         y = ratio
     else:
         if spec.has_exponent:
-            exponent = spec.expansion.fit(floor_ratio(group_amin(x, axes), amax))
+            exponent = spec.expansion.fit(floor_ratio(group_amin(x if idle is None else jnp.where(idle, 0.0, x), axes), amax))
             spread_exponent = spread(exponent, x.shape, axes)
         y = spec.expansion.expand(jnp.clip(ratio, TINY, 1.0), spread_exponent, spec.format)
     if spec.keep_nonzero:
         y = jnp.maximum(y, spec.format.tiny)
-    y = round_to_codes(y, spread_exponent, spec, noise)
+    y = round_to_codes(y, ratio, spread_exponent, spec, noise, idle)
     y = jnp.where(jnp.isnan(ratio), ratio, jnp.where(nonzero, y, 0.0))
     payload = spec.format.cast(jnp.where(x < 0, -y, y))
     stored = None if exponent is None else exponent.astype(jnp.int32).astype(jnp.uint8)
