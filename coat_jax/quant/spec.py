@@ -25,6 +25,7 @@ class QuantSpec:
 
     Raises:
       TypeError: an argument of another type, or a scale_dtype that is neither float32 nor bfloat16.
+      ValueError: an unknown rounding.
 
     Example:
       >>> from coat_jax import E4M3, PerGroup, QuantSpec
@@ -42,10 +43,12 @@ class QuantSpec:
     def __post_init__(self):
         if not isinstance(self.format, Format):
             raise TypeError(f"QuantSpec: format={self.format!r} is not a Format; use coat_jax.E4M3 or coat_jax.E5M2")
-        if not hasattr(self.granularity, "tile"):
+        if isinstance(self.granularity, type) or not hasattr(self.granularity, "tile"):
             raise TypeError(f"QuantSpec: granularity={self.granularity!r}; use PerTensor(), PerGroup(size) or PerBlock(block)")
-        if self.expansion is not None and not hasattr(self.expansion, "expand"):
+        if self.expansion is not None and (isinstance(self.expansion, type) or not hasattr(self.expansion, "expand")):
             raise TypeError(f"QuantSpec: expansion={self.expansion!r}; use PowerExpansion() or None")
+        if self.rounding not in tuple(Rounding):
+            raise ValueError(f"QuantSpec: rounding={self.rounding!r}; use 'nearest' or 'stochastic'")
         object.__setattr__(self, "rounding", Rounding(self.rounding))
         object.__setattr__(self, "scale_dtype", np.dtype(self.scale_dtype))
         if self.scale_dtype not in (np.dtype(np.float32), np.dtype(jnp.bfloat16)):
