@@ -1,0 +1,1 @@
+"""What people do with a model: data, steps, loops, comparisons."""

@@ -1,0 +1,313 @@
+"""One training step of a model in parts: fused, each layer updated as soon as its gradients exist, or ordinary."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from coat_jax.train import accumulation, whole_tree
+from coat_jax.train.accumulation import Accumulation
+from coat_jax.train.backward import Tape
+from coat_jax.train.optimizer_rows import RowOptimizer, select
+from coat_jax.train.parts import Batch, Params, Parts, hide, put, show, take
+from coat_jax.train.statistics import Statistics
+
+
+class Norm(enum.StrEnum):
+    """Which global norm clips the gradients of a fused step."""
+
+    EXACT = "exact"
+    """This step's: the backward pass runs twice, first for the norm alone."""
+    PREVIOUS = "previous"
+    """The previous step's, for nothing; the first step is not clipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Clipping by global norm: g <- g min(1, max_norm / norm).
+
+    Attributes:
+      max_norm: the largest norm that passes unchanged.
+      norm: which norm. An ordinary step with "exact" is what `optax.clip_by_global_norm` does.
+
+    Raises:
+      ValueError: max_norm <= 0, an unknown norm.
+    """
+
+    max_norm: float
+    norm: Norm = Norm.EXACT
+
+    def __post_init__(self):
+        if not self.max_norm > 0:
+            raise ValueError(f"Clip: max_norm={self.max_norm}; a norm to clip to is positive, such as 1.0")
+        object.__setattr__(self, "norm", _member(Norm, self.norm, "Clip: norm"))
+
+
+class Skip(enum.StrEnum):
+    """Which step is not taken, parameters and optimizer state staying as they were, all of them."""
+
+    NEVER = "never"
+    """Every step is taken."""
+    LOSS = "loss"
+    """Not where the loss is NaN or inf. Free. Gradients that overflow in the backward pass are not noticed in time: the layers
+    behind are updated by then."""
+    GRADIENTS = "gradients"
+    """Not where the loss or any gradient is NaN or inf. Exact; a fused step runs its backward pass twice, as for an exact norm."""
+
+
+class StepState(NamedTuple):
+    """What a step changes beside the parameters.
+
+    Attributes:
+      optimizer: the optimizer's state.
+      previous_norm: float32, the last finite global norm of the gradients before clipping; 0 before the first step.
+    """
+
+    optimizer: Any
+    previous_norm: jax.Array
+
+
+class Metrics(NamedTuple):
+    """What a step reports.
+
+    Attributes:
+      loss: float32, mean over the batch, before the update.
+      gradient_norm: float32, global, before clipping.
+      layer_gradient_norms: float32 (layers,).
+      nonfinite: float32, number of NaN or inf gradients.
+      clip_scale: float32, what gradients were multiplied by.
+      skipped: bool, whether the step was not taken.
+    """
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    layer_gradient_norms: jax.Array
+    nonfinite: jax.Array
+    clip_scale: jax.Array
+    skipped: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """(params, state, batch) -> (params, state, metrics); jit it and donate the first two. See `fused_step`."""
+
+    parts: Parts
+    optimizer: optax.GradientTransformation
+    clip: Clip | None
+    skip: Skip
+    accumulation: Accumulation
+    trainable: Any
+    fused: bool
+
+    def trained(self, params: Params) -> Any:
+        """A tree of bools like params: which leaves are trained."""
+        if self.trainable is None:
+            return jax.tree.map(lambda _: True, params)
+        mask = self.trainable(params) if callable(self.trainable) else self.trainable
+        return jax.tree.map(lambda shown, value: jax.tree.map(lambda _: bool(shown), value), mask, params)
+
+    def init(self, params: Params) -> StepState:
+        """The state before the first step. Frozen parameters have none."""
+        return StepState(self.optimizer.init(hide(self.trained(params), params)), jnp.zeros((), jnp.float32))
+
+    def __call__(self, params: Params, state: StepState, batch: Batch) -> tuple[Params, StepState, Metrics]:
+        """One step."""
+        self.parts.layers(params)
+        take_step = _fused if self.fused else _ordinary
+        return take_step(self, params, state, batch)
+
+    def clip_scale(self, norm: jax.Array | None, state: StepState) -> jax.Array | None:
+        """What to multiply gradients by: a float32 scalar, or None where nothing is clipped."""
+        if self.clip is None:
+            return None
+        chosen = norm if self.clip.norm is Norm.EXACT else state.previous_norm
+        assert chosen is not None
+        return jnp.minimum(1.0, self.clip.max_norm / jnp.maximum(chosen, jnp.finfo(jnp.float32).tiny))
+
+    def taken(self, loss: jax.Array, statistics: Statistics | None) -> jax.Array | None:
+        """Whether the step is taken: a bool scalar, or None for always."""
+        if self.skip is Skip.NEVER:
+            return None
+        if self.skip is Skip.LOSS:
+            return jnp.isfinite(loss)
+        assert statistics is not None
+        return jnp.isfinite(loss) & (statistics.nonfinite == 0)
+
+
+def fused_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip: Clip | None = None,
+    skip: Skip | str = Skip.NEVER,
+    accumulation: Accumulation | None = None,
+    trainable: Any = None,
+) -> Step:
+    """A training step that updates each layer inside the backward pass: a model's gradients never exist together.
+
+    Args:
+      parts: the model, embedding -> scanned layers -> head and loss; `parts_of_llama` makes them of this library's Llama.
+      optimizer: an Optax transformation that treats every leaf by itself: `coat_adamw`, `optax.adamw`, chains of such, masks,
+        schedules and injected hyperparameters included.
+      clip: clipping by global norm; None does not clip.
+      skip: which steps are not taken.
+      accumulation: micro-batches; None is one.
+      trainable: a tree of bools like the parameters or a prefix of it, or a function of them that returns one; where False, a
+        parameter is frozen: no gradient, no state. None trains all. Single layers of the stack cannot be frozen.
+
+    Returns:
+      A `Step`: `state = step.init(params)`, then `jax.jit(step, donate_argnums=(0, 1))(params, state, batch)`.
+
+    Raises:
+      ValueError: an optimizer with a member that needs all gradients at once, by its name and with what does the same here.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from coat_jax.train.parts import Parts
+      >>> from coat_jax.train.step import fused_step
+      >>> parts = Parts(
+      ...     embed=lambda outer, batch: batch @ outer["in"],
+      ...     layer=lambda row, x, batch: x + jnp.tanh(x @ row["w"]),
+      ...     loss=lambda outer, x, batch: jnp.mean(x**2),
+      ... )
+      >>> params = {"in": jnp.ones((2, 4)), "layers": {"w": jnp.full((3, 4, 4), 0.1)}}
+      >>> step = fused_step(parts, optax.adamw(0.1))
+      >>> params, state, metrics = jax.jit(step)(params, step.init(params), jnp.ones((8, 2)))
+      >>> metrics.layer_gradient_norms.shape
+      (3,)
+    """
+    whole_tree.refuse_by_name(optimizer)
+    return _make(parts, optimizer, clip, skip, accumulation, trainable, fused=True)
+
+
+def ordinary_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip: Clip | None = None,
+    skip: Skip | str = Skip.NEVER,
+    accumulation: Accumulation | None = None,
+    trainable: Any = None,
+) -> Step:
+    """The same step by `jax.value_and_grad`, all gradients first; any Optax transformation. Arguments as in `fused_step`."""
+    return _make(parts, optimizer, clip, skip, accumulation, trainable, fused=False)
+
+
+def _make(parts, optimizer, clip, skip, accumulation, trainable, *, fused: bool) -> Step:
+    skip = _member(Skip, skip, "skip")
+    return Step(parts, optimizer, clip, skip, accumulation or Accumulation(), trainable, fused)
+
+
+def _member(kind: type[enum.StrEnum], value: str, argument: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{argument}={value!r} is unknown; use one of {', '.join(repr(str(k)) for k in kind)}") from None
+
+
+def _ordinary(step: Step, params: Params, state: StepState, batch: Batch) -> tuple[Params, StepState, Metrics]:
+    trained = step.trained(params)
+    shown = hide(trained, params)
+    sums, loss_sum, last = accumulation.ordinary_sums(step.parts, params, trained, batch, step.accumulation)
+    loss, grads = jax.value_and_grad(lambda shown: step.parts(show(trained, shown, params), last))(shown)
+    grads = step.accumulation.mean(sums, grads)
+    loss = step.accumulation.mean_loss(loss_sum, loss)
+    rows, outer = step.parts.split(grads)
+    statistics = Statistics.of(outer).with_layers(jax.vmap(Statistics.of)(rows))
+    scale, taken = step.clip_scale(statistics.norm, state), step.taken(loss, statistics)
+    optimizer = RowOptimizer.of(step.optimizer, state.optimizer)
+    new = optimizer.apply(_scaled(grads, scale), state.optimizer, shown)
+    new_shown, optimizer_state = select(taken, new, (shown, state.optimizer))
+    return _finish(show(trained, new_shown, params), optimizer_state, state, loss, statistics, scale, taken)
+
+
+def _fused(step: Step, params: Params, state: StepState, batch: Batch) -> tuple[Params, StepState, Metrics]:
+    parts, trained = step.parts, step.trained(params)
+    optimizer = RowOptimizer.of(step.optimizer, state.optimizer)
+    whole_tree.refuse_by_dependence(step.optimizer, state.optimizer, hide(trained, params))
+    sums, loss_sum, last = accumulation.fused_sums(parts, params, trained, batch, step.accumulation)
+    tape = Tape.record(parts, params, last, trained)
+    loss = step.accumulation.mean_loss(loss_sum, tape.loss)
+    row_sums, outer_sums = (None, None) if sums is None else parts.split(sums)
+
+    def gradients(i: jax.Array, grads: Params) -> Params:
+        return step.accumulation.mean(None if row_sums is None else take(row_sums, i), grads)
+
+    def outer_gradients(grads: Params) -> Params:
+        return step.accumulation.mean(outer_sums, grads)
+
+    before = None
+    if step.skip is Skip.GRADIENTS or (step.clip is not None and step.clip.norm is Norm.EXACT):
+        rows = params[parts.stack]
+        _, layers, outer = tape.walk(
+            lambda carry, i, grads: (carry, Statistics.of(gradients(i, grads))), (), lambda carry, i: take(rows, i)
+        )
+        before = Statistics.of(outer_gradients(outer)).with_layers(layers)
+    scale = step.clip_scale(None if before is None else before.norm, state)
+    taken = step.taken(loss, before)
+    update = Update(parts, optimizer, trained, scale, taken)
+    params, optimizer_state, statistics = update.run(tape, params, state.optimizer, gradients, outer_gradients)
+    return _finish(params, optimizer_state, state, loss, statistics, scale, taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The second half of a fused step: the walk that updates."""
+
+    parts: Parts
+    optimizer: RowOptimizer
+    trained: Any
+    scale: jax.Array | None
+    taken: jax.Array | None
+
+    def run(self, tape: Tape, params: Params, state: Any, gradients: Callable, outer_gradients: Callable) -> Any:
+        """Parameters, optimizer state and statistics after the walk."""
+        parts, optimizer, trained = self.parts, self.optimizer, self.trained
+        is_row = parts.is_row(params)
+        in_stack = jax.tree.map(lambda shown, row: shown and row, trained, is_row)
+        outside = jax.tree.map(lambda shown, row: shown and not row, trained, is_row)
+        row_state = optimizer.hide(in_stack, state)
+        optimizer.check_rows(row_state, tape.layers)
+        no_outer = jax.tree.map(lambda _: optax.MaskedNode(), parts.split(params)[1])
+
+        def visit(carry: Any, i: jax.Array, grads: Params) -> tuple[Any, Statistics]:
+            rows, states = carry
+            grads = gradients(i, grads)
+            old = parts.join(hide(trained[parts.stack], take(rows, i)), no_outer), optimizer.take(states, i)
+            new = optimizer.apply(_scaled(parts.join(grads, no_outer), self.scale), old[1], old[0], row=i)
+            new_params, new_state = select(self.taken, new, old)
+            new_row = show(trained[parts.stack], new_params[parts.stack], take(rows, i))
+            return (put(rows, new_row, i), optimizer.put(states, new_state, i)), Statistics.of(grads)
+
+        carry = (params[parts.stack], row_state)
+        (rows, row_state), layers, outer_grads = tape.walk(visit, carry, lambda carry, i: take(carry[0], i))
+        outer_grads = outer_gradients(outer_grads)
+        no_rows = jax.tree.map(lambda _: optax.MaskedNode(), params[parts.stack])
+        old = hide(outside, params), optimizer.hide(outside, state)
+        new = optimizer.apply(_scaled(parts.join(no_rows, outer_grads), self.scale), old[1], old[0])
+        new_params, new_state = select(self.taken, new, old)
+        outer = parts.split(show(outside, new_params, params))[1]
+        statistics = Statistics.of(outer_grads).with_layers(layers)
+        return parts.join(rows, outer), optimizer.show(outside, new_state, row_state), statistics
+
+
+def _scaled(grads: Params, scale: jax.Array | None) -> Params:
+    return grads if scale is None else jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
+
+
+def _finish(params, optimizer_state, state, loss, statistics, scale, taken) -> tuple[Params, StepState, Metrics]:
+    norm = statistics.norm
+    previous = jnp.where(jnp.isfinite(norm), norm, state.previous_norm)
+    metrics = Metrics(
+        loss=loss,
+        gradient_norm=norm,
+        layer_gradient_norms=statistics.layer_norms,
+        nonfinite=statistics.nonfinite,
+        clip_scale=jnp.ones((), jnp.float32) if scale is None else scale,
+        skipped=jnp.zeros((), bool) if taken is None else ~taken,
+    )
+    return params, StepState(optimizer_state, previous), metrics
