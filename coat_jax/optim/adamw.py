@@ -11,7 +11,7 @@ import optax
 from coat_jax.optim import codecs, leaves, moments
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.moments import Hyper, Moments
-from coat_jax.quant import Groups, Implementation, QuantizedArray, QuantSpec, rounding
+from coat_jax.quant import Groups, Implementation, PerGroup, QuantizedArray, QuantSpec, rounding
 from coat_jax.quant.formats import TINY
 from coat_jax.quant.quantize import merge_codes, split_codes
 
@@ -48,12 +48,23 @@ def _merge(stored: Any, groups: Groups, spec: QuantSpec | None) -> QuantizedArra
     return groups.merge(stored) if spec is None else merge_codes(stored, groups, spec, np.dtype(np.float32))
 
 
-def step_leaf(grad: jax.Array, mu: Any, nu: Any, codec: MomentCodec, hyper: Hyper, seed: int) -> tuple[jax.Array, Any, Any]:
-    """One step of one quantized leaf: the direction (float32), mu and nu."""
+def stored_codec(mu: QuantizedArray | jax.Array, nu: QuantizedArray | jax.Array, codec: MomentCodec) -> MomentCodec | None:
+    """The codec that a leaf's moments are stored with: `codec` along the axis of their groups, or None for float32."""
+    for moment in (nu, mu):
+        if isinstance(moment, QuantizedArray):
+            assert isinstance(moment.spec.granularity, PerGroup)
+            return codec.along(moment.spec.granularity.axis)
+    return None
+
+
+def step_leaf(
+    grad: jax.Array, mu: Any, nu: Any, codec: MomentCodec, hyper: Hyper, seed: int, offset: jax.Array | int = 0
+) -> tuple[jax.Array, Any, Any]:
+    """One step of one quantized leaf: the direction (float32), mu and nu. `offset` is the number of its first element."""
     spec = codec.nu or codec.mu
     assert spec is not None
     groups = Groups.of(spec.granularity, grad.shape)
-    index = groups.split(rounding.element_index(grad.shape)) if codec.stochastic else None
+    index = groups.split(rounding.element_index(grad.shape, offset)) if codec.stochastic else None
     stored = Moments(_split(mu, groups), _split(nu, groups))
     direction, kept = moments.step(groups.split(grad.astype(jnp.float32)), stored, codec, groups.axes, hyper, seed, index)
     return groups.merge(direction), _merge(kept.mu, groups, codec.mu), _merge(kept.nu, groups, codec.nu)
@@ -69,7 +80,7 @@ def scale_by_coat_adam(
     quantize_filter: Sequence[str] | None = None,
     min_size: int = 4096,
     implementation: Implementation | str | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, `optax.scale_by_adam`, with moments stored by `codec` between steps.
 
         mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
@@ -87,7 +98,8 @@ def scale_by_coat_adam(
 
     Returns:
       A transformation with state `CoatAdamState`; updates are float32. Moments of zero decode to exactly zero. An element
-      whose gradient is not finite keeps its moments; the update shows it.
+      whose gradient is not finite keeps its moments; the update shows it. `update(..., row=i)` updates row i of stacked
+      leaves, given as stacks of one, as the update of the whole would: with the same groups and the same random bits.
 
     Raises:
       ValueError, TypeError: an argument that does not fit, when the transformation is made.
@@ -101,36 +113,38 @@ def scale_by_coat_adam(
     def leaf_codec(name: str, value: Any) -> MomentCodec | None:
         return leaves.leaf_codec(name, value.shape, codec, patterns, min_size)
 
-    def chosen(tree: Any) -> tuple[list[str], list[Any], list[MomentCodec | None], Any]:
+    def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        named = [leaves.path_name(path) for path, _ in paths]
-        values = [value for _, value in paths]
-        return named, values, [leaf_codec(*row) for row in zip(named, values, strict=True)], treedef
+        return [leaves.path_name(path) for path, _ in paths], [value for _, value in paths], treedef
 
     def init(params: Any) -> CoatAdamState:
-        _, values, chosen_codecs, treedef = chosen(params)
-        rows = list(zip(values, chosen_codecs, strict=True))
+        named, values, treedef = flatten(params)
+        rows = [(value, leaf_codec(name, value)) for name, value in zip(named, values, strict=True)]
         mu = treedef.unflatten([zeros(value.shape, c.mu if c else None) for value, c in rows])
         nu = treedef.unflatten([zeros(value.shape, c.nu if c else None) for value, c in rows])
         return CoatAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
-    def update(updates: Any, state: CoatAdamState, params: Any = None) -> tuple[Any, CoatAdamState]:
-        del params
+    def update(
+        updates: Any, state: CoatAdamState, params: Any = None, *, row: jax.Array | None = None, **extra: Any
+    ) -> tuple[Any, CoatAdamState]:
+        del params, extra
         count = optax.safe_increment(state.count)
         hyper = Hyper.of(count, b1, b2, eps, eps_root)
-        named, grads, chosen_codecs, treedef = chosen(updates)
+        named, grads, treedef = flatten(updates)
         mu, nu = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
+        chosen_codecs = [stored_codec(*pair, codec) for pair in zip(mu, nu, strict=True)]
         plain = [i for i, c in enumerate(chosen_codecs) if c is None]
         old = optax.ScaleByAdamState(state.count, [mu[i] for i in plain], [nu[i] for i in plain])
         plain_updates, new = dense.update([grads[i].astype(jnp.float32) for i in plain], old)
-        for row, i in enumerate(plain):
-            grads[i], mu[i], nu[i] = plain_updates[row], new.mu[row], new.nu[row]
+        for k, i in enumerate(plain):
+            grads[i], mu[i], nu[i] = plain_updates[k], new.mu[k], new.nu[k]
         for i, own in enumerate(chosen_codecs):
             if own is not None:
-                grads[i], mu[i], nu[i] = step_leaf(grads[i], mu[i], nu[i], own, hyper, leaves.leaf_seed(named[i]))
+                offset = 0 if row is None else row.astype(jnp.uint32) * jnp.uint32(grads[i].size % 2**32)
+                grads[i], mu[i], nu[i] = step_leaf(grads[i], mu[i], nu[i], own, hyper, leaves.leaf_seed(named[i]), offset)
         return treedef.unflatten(grads), CoatAdamState(count, treedef.unflatten(mu), treedef.unflatten(nu))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def coat_adamw(

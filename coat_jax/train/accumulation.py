@@ -15,7 +15,7 @@ from coat_jax.train.parts import Batch, Params, Parts, hide, put, show, take
 class Accumulation:
     """How a batch is cut and its gradients summed: the mean over micro-batches of each one's mean.
 
-    Micro-batch j takes rows j, j + n, j + 2n, ... of the batch, so that a batch sharded over devices is cut without moving rows.
+    Micro-batch j takes rows j, j + n, j + 2n, ... of the batch: one that is sharded over devices is cut without moving rows.
     The sums are one tree like the parameters; what is summed last goes straight into the update.
 
     Attributes:

@@ -78,8 +78,8 @@ class Tape:
         Args:
           visit: (carry, i, gradients of layer i as a stack of one) -> (carry, what to collect).
           carry: what the visits update in place.
-          row_of: (carry, i) -> parameters of layer i as the forward pass had them, as a stack of one. Where the visits update the parameters, it
-            reads them from the carry: a second tree of them outside would be a second copy in memory.
+          row_of: (carry, i) -> parameters of layer i as the forward pass had them, as a stack of one. Where the visits update
+            the parameters, it reads them from the carry: a second tree of them outside would be a second copy in memory.
 
         Returns:
           The last carry, what was collected with the layers as first axis, and the gradients of the outer parameters.

@@ -61,7 +61,7 @@ class RowOptimizer:
         def check(path: Any, leaf: jax.Array) -> None:
             if leaf.shape[:1] != (layers,):
                 raise ValueError(
-                    f"optimizer state{jax.tree_util.keystr(path)}: shape {leaf.shape} has no first axis of {layers} layers, so it "
+                    f"optimizer state{jax.tree_util.keystr(path)}: shape {leaf.shape} has no first axis of {layers} layers and "
                     "cannot be updated layer by layer; keep that leaf in float32 (quantize_filter) or use ordinary_step"
                 )
 

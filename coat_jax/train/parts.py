@@ -94,7 +94,7 @@ def show(keep: Any, first: Any, second: Any) -> Any:
 
 
 def take(tree: Any, i: jax.Array | int) -> Any:
-    """Row i of every leaf, as a stack of one: the rank stays, so that a mask by rank (`x.ndim > 1`) decides as for the stack."""
+    """Row i of every leaf, as a stack of one: the rank stays, so that a mask by rank decides as for the stack."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, 0), tree)
 
 

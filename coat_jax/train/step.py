@@ -56,7 +56,7 @@ class Skip(enum.StrEnum):
     """Not where the loss is NaN or inf. Free. Gradients that overflow in the backward pass are not noticed in time: the layers
     behind are updated by then."""
     GRADIENTS = "gradients"
-    """Not where the loss or any gradient is NaN or inf. Exact; a fused step runs its backward pass twice, as for an exact norm."""
+    """Not where the loss or any gradient is NaN or inf. A fused step runs its backward pass twice, as for an exact norm."""
 
 
 class StepState(NamedTuple):

@@ -1,0 +1,41 @@
+"""This library's Llama as `Parts`."""
+
+from typing import Any
+
+import jax
+
+from coat_jax import ops
+from coat_jax.models import llama
+from coat_jax.train.parts import Batch, Params, Parts
+
+
+def parts_of_llama(model: llama.Llama) -> Parts:
+    """Embedding, layer, and head with loss of a Llama, on batches of tokens, int (batch, seq + 1).
+
+    The loss is `model.loss` of all tokens but the last, the targets all but the first.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from coat_jax.models import llama
+      >>> from coat_jax.train.llama_parts import parts_of_llama
+      >>> model = llama.Llama(llama.preset("tiny", layers=2))
+      >>> tokens = jnp.arange(17)[None]
+      >>> params = model.init(jax.random.key(0), tokens)["params"]
+      >>> parts_of_llama(model)(params, tokens).shape
+      ()
+    """
+    layer = llama.Layer(model.config, model.recipe)
+
+    def embed(outer: Params, batch: Batch) -> jax.Array:
+        return model.apply({"params": outer}, batch[:, :-1], method=lambda module, tokens: module.embed(tokens))
+
+    def apply_layer(row: Params, x: jax.Array, batch: Batch) -> jax.Array:
+        return layer.apply({"params": row}, x)[0]
+
+    def loss(outer: Params, x: jax.Array, batch: Batch) -> jax.Array:
+        def head(module: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+            return ops.cross_entropy(module.norm(x), module.head(module.config.hidden), targets)
+
+        return model.apply({"params": outer}, x, batch[:, 1:], method=head)
+
+    return Parts(embed, apply_layer, loss)
