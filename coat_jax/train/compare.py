@@ -41,10 +41,12 @@ def run(
       What `compare.json` holds.
 
     Raises:
-      ValueError: text that is missing or too small.
+      ValueError: text that is missing or too small, or an `out` that is a file.
       DivergedError: a loss that is not finite; what was measured until then is written first.
     """
     console = console or Console()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"compare: out={str(out)!r} is a file; name a folder")
     corpus = text.load(data, seed=settings.seed, least_bytes=settings.batch * settings.seq + 1)
     out.mkdir(parents=True, exist_ok=True)
     shape = np.zeros((settings.batch, settings.seq + 1), np.int32)
