@@ -49,19 +49,20 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def group_axis(shape: Sequence[int], size: int) -> int:
-    """The axis along which groups of `size` run, from the global shape: -1, or -2 where its groups divide further by two.
+    """The axis along which groups of `size` run, from the global shape: -1 or -2, that whose groups divide further by two.
 
     A scale's sharding is the parameter's, so the number of groups must divide by the mesh: 4096 x 11008 has 86 groups in a
-    row, which 8 devices cannot share, and 32 in a column, which they can.
+    row, which 8 devices cannot share, and 32 in a column, which they can. Between equals the one with fewer groups is taken:
+    128 x 64 has 64 groups of 128 in columns, and 128 of only 64 in rows.
     """
     if len(shape) < 2:
         return -1
 
-    def twos(axis: int) -> int:
-        groups = -(-shape[axis] // size)
-        return groups & -groups  # the largest power of two that divides it
+    def merit(axis: int) -> tuple[int, int]:
+        groups, others = -(-shape[axis] // size), shape[-3 - axis]
+        return groups & -groups, -groups * others  # the largest power of two that divides it; how few there are
 
-    return -2 if twos(-2) > twos(-1) else -1
+    return max((-1, -2), key=merit)
 
 
 def leaf_codec(
