@@ -1,13 +1,53 @@
 """The Llama of `llama.py` in plain Flax, without an operation of this library: what memory is measured against."""
 
+import enum
 import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.models import llama
+
+
+class Remat(enum.StrEnum):
+    """What the backward pass computes again instead of reading what the forward pass kept."""
+
+    NONE = "none"
+    """Nothing: JAX keeps what its autodiff reads."""
+    DOTS = "dots"
+    """All but weight products, the usual policy of JAX users; the attention output is kept as well."""
+    LAYER = "layer"
+    """Every layer, from its input."""
+
+    def wrap(self, layer: type[nn.Module]) -> type[nn.Module]:
+        """The layer with this behaviour, for a scan."""
+        if self is Remat.NONE:
+            return layer
+        policies = jax.checkpoint_policies
+        dots = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
+        )
+        return nn.remat(layer, policy=dots if self is Remat.DOTS else None, prevent_cse=False)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in float32, cast, then times scale in the dtype of the computation, as Llama is commonly written.
+
+    `nn.RMSNorm` multiplies in float32 and keeps two more float32 arrays for its backward pass.
+    """
+
+    config: llama.Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x (..., hidden) -> the same."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.config.param_dtype)
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.config.norm_eps)
+        return y.astype(self.config.dtype) * scale.astype(self.config.dtype)
 
 
 def _rotate(x: jax.Array, theta: float) -> jax.Array:
@@ -24,20 +64,21 @@ class Layer(nn.Module):
     """One layer: attention, then SwiGLU, each behind an RMSNorm and added to what came in."""
 
     config: llama.Config
+    attention: str | None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         """x: (batch, seq, hidden) -> the same."""
         c = self.config
         dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)
-        norm = functools.partial(nn.RMSNorm, epsilon=c.norm_eps, dtype=c.dtype, param_dtype=c.param_dtype)
         width = c.hidden // c.heads
-        h = norm(name="attention_norm")(x)
+        h = RMSNorm(c, name="attention_norm")(x)
         heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
         q, k, v = (dense(n * width, name=name)(h).reshape(*h.shape[:2], n, width) for name, n in heads.items())
         q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
-        x = x + dense(c.hidden, name="o")(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
-        h = norm(name="mlp_norm")(x)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention).reshape(x.shape)
+        x = x + dense(c.hidden, name="o")(checkpoint_name(y, "attention"))
+        h = RMSNorm(c, name="mlp_norm")(x)
         gate, up = dense(c.intermediate, name="gate")(h), dense(c.intermediate, name="up")(h)
         return x + dense(c.hidden, name="down")(nn.silu(gate) * up), None
 
@@ -47,17 +88,21 @@ class Llama(nn.Module):
 
     Attributes:
       config: the shape.
+      remat: what the backward pass computes again.
+      attention: implementation of `jax.nn.dot_product_attention`: None or "cudnn".
     """
 
     config: llama.Config
+    remat: Remat = Remat.NONE
+    attention: str | None = None
 
     def setup(self) -> None:
         """Declares the submodules."""
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.hidden, dtype=c.dtype, param_dtype=c.param_dtype)
-        scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
-        self.layers = scan(c)
-        self.norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, param_dtype=c.param_dtype)
+        scan = nn.scan(self.remat.wrap(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
+        self.layers = scan(c, self.attention)
+        self.norm = RMSNorm(c)
         self.head = nn.Dense(c.vocab_size, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
