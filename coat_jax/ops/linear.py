@@ -173,7 +173,7 @@ def linear(
       >>> import jax.numpy as jnp
       >>> from coat_jax import ops, recipes
       >>> [y] = ops.linear([jnp.ones((2, 8))], [jnp.full((8, 3), 0.5)], recipes.coat())
-      >>> y.shape, y[0, 0].item()
+      >>> y.shape, round(y[0, 0].item(), 1)
       ((2, 3), 4.0)
 
     Source: arXiv 2410.19313, section 5.
