@@ -25,6 +25,7 @@ def _options(traceback: Annotated[bool, typer.Option(help="Show where an error c
 @app.command()
 def compare(
     paths: Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More text for --data.")] = None,
+    *,
     data: Annotated[
         list[Path] | None, typer.Option(metavar="PATH...", help="Text files or folders [standard library].")
     ] = None,
