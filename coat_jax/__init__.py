@@ -22,9 +22,15 @@ from coat_jax.quant import (
 if TYPE_CHECKING:
     from coat_jax import ops as ops
     from coat_jax import recipes as recipes
+    from coat_jax.linen import FP8MLP as FP8MLP
     from coat_jax.linen import FP8Dense as FP8Dense
+    from coat_jax.linen import FP8DenseGeneral as FP8DenseGeneral
+    from coat_jax.linen import FP8Embed as FP8Embed
+    from coat_jax.linen import FP8LayerNorm as FP8LayerNorm
+    from coat_jax.linen import FP8MultiHeadAttention as FP8MultiHeadAttention
     from coat_jax.linen import FP8RMSNorm as FP8RMSNorm
     from coat_jax.linen import FP8SwiGLU as FP8SwiGLU
+    from coat_jax.linen import FP8TransformerBlock as FP8TransformerBlock
     from coat_jax.ops import remat_policy as remat_policy
     from coat_jax.optim import coat_adamw as coat_adamw
     from coat_jax.optim import codecs as codecs
@@ -45,7 +51,13 @@ _HOME = {
     "explain_memory": "coat_jax.plan",
     "FP8Dense": "coat_jax.linen",
     "FP8RMSNorm": "coat_jax.linen",
+    "FP8DenseGeneral": "coat_jax.linen",
+    "FP8Embed": "coat_jax.linen",
+    "FP8LayerNorm": "coat_jax.linen",
+    "FP8MLP": "coat_jax.linen",
+    "FP8MultiHeadAttention": "coat_jax.linen",
     "FP8SwiGLU": "coat_jax.linen",
+    "FP8TransformerBlock": "coat_jax.linen",
 }
 
 __all__ = [

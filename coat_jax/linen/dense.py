@@ -1,13 +1,11 @@
-"""Linear layers. Skins over `coat_jax.ops`: they declare the parameters of their Flax namesakes and call the ops."""
-
-from typing import Any
+"""Linear layers and embedding. Skins over `coat_jax.ops`: they declare the parameters of their Flax namesakes and call ops."""
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen import initializers
 
 from coat_jax import ops, recipes
+from coat_jax.linen.parameters import declare, plus_bias, product_recipe
 from coat_jax.ops import Recipe
 
 
@@ -39,35 +37,73 @@ class FP8Dense(nn.Dense):
         """(..., in) to (..., features)."""
         if not self.recipe.products_quantized:
             return super().__call__(inputs)
-        for name in ("dot_general", "dot_general_cls"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"FP8Dense: {name}={getattr(self, name)!r}; the recipe chooses the product, use recipes.bf16()"
-                )
-        kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        recipe = product_recipe(self)
+        kernel, bias = declare(self, (jnp.shape(inputs)[-1],), (self.features,))
         # The kernel is quantized from its own dtype; only the dtype of the computation is taken from the promotion.
         x, _, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         assert x is not None
-        recipe = self.recipe if self.precision is None else self.recipe.replace(precision=self.precision)
         [y] = ops.linear([x], [kernel], recipe)
-        return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        return plus_bias(y, bias)
 
 
-class Kernel(nn.Module):
-    """The kernel of a Dense layer without the layer: for blocks in which several layers share one input.
+class FP8DenseGeneral(nn.DenseGeneral):
+    """y = x W + b over any axes like `flax.linen.DenseGeneral`: same arguments, parameters and initial values.
+
+    Along `batch_dims` every batch has its own kernel, and its own scales.
 
     Attributes:
-      features: number of outputs.
-      param_dtype: dtype of the kernel.
-      kernel_init: initializer.
+      recipe: what input, kernel and gradient are quantized to.
+
+    Raises:
+      ValueError: `dot_general` or `dot_general_cls` under a recipe that quantizes; `batch_dims` that do not lead.
     """
 
-    features: int
-    param_dtype: Any = jnp.float32
-    kernel_init: initializers.Initializer = initializers.lecun_normal()
+    recipe: Recipe = recipes.coat()
 
     @nn.compact
-    def __call__(self, inputs: int) -> jax.Array:
-        """The kernel (inputs, features), in its own dtype."""
-        return self.param("kernel", self.kernel_init, (inputs, self.features), self.param_dtype)
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """The axes `axis` of the inputs contracted, `features` behind those that are left."""
+        if not self.recipe.products_quantized:
+            return super().__call__(inputs)
+        recipe = product_recipe(self)
+        features, axis, batch = (
+            (value,) if isinstance(value, int) else tuple(value) for value in (self.features, self.axis, self.batch_dims)
+        )
+        axis = tuple(i % inputs.ndim for i in axis)
+        if batch != tuple(range(len(batch))):
+            raise ValueError(f"FP8DenseGeneral: batch_dims={self.batch_dims}; use consecutive leading axes, from 0")
+        sizes = tuple(inputs.shape[i] for i in axis)
+        kernel, bias = declare(self, sizes, features, inputs.shape[: len(batch)])
+        x, _, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        assert x is not None
+
+        def multiply(x, kernel):
+            return ops.linear([x], [kernel], recipe, axes=len(axis))[0]
+
+        for _ in batch:
+            multiply = jax.vmap(multiply)
+        y = multiply(jnp.moveaxis(x, axis, range(-len(axis), 0)), kernel)
+        if bias is None or not batch:
+            return plus_bias(y, bias)
+        return y + bias.reshape(*bias.shape[: len(batch)], *(1,) * (y.ndim - bias.ndim), *features)
+
+
+class FP8Embed(nn.Embed):
+    """Rows of a table like `flax.linen.Embed`: same arguments, parameters and initial values, nothing quantized.
+
+    Only the tokens are kept for the backward pass, where the gradients of a row are summed in float32. Under a recipe that
+    quantizes no product this is `flax.linen.Embed` itself.
+
+    Attributes:
+      recipe: see above.
+    """
+
+    recipe: Recipe = recipes.coat()
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Integers (...) to (..., features)."""
+        if not self.recipe.products_quantized:
+            return super().__call__(inputs)
+        (promoted,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
+        assert promoted is not None
+        return ops.embedding(inputs, self.embedding, dtype=promoted.dtype)

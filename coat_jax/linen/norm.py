@@ -1,10 +1,36 @@
 """Norms. Skins over `coat_jax.ops`."""
 
+import functools
+from typing import Any
+
 import jax
 from flax import linen as nn
+from flax.linen import dtypes
 
 from coat_jax import ops, recipes
+from coat_jax.linen.parameters import refuse
 from coat_jax.ops import Recipe
+
+
+def declare_norm(module: Any, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """The scale and, of a LayerNorm, bias of a norm over the last axis.
+
+    Raises:
+      ValueError: an option of the Flax namesake that goes beyond that.
+    """
+    elsewhere = {}
+    for name in ("reduction_axes", "feature_axes"):
+        axes = getattr(module, name)
+        if axes not in (-1, x.ndim - 1, (-1,), (x.ndim - 1,)):
+            elsewhere[name] = axes
+    refuse(module, mask=mask, axis_name=module.axis_name, axis_index_groups=module.axis_index_groups, **elsewhere)
+    if not module.force_float32_reductions:
+        raise ValueError(f"{type(module).__name__}: force_float32_reductions=False; FP8 norms compute in float32, leave it out")
+    shape = (x.shape[-1],)
+    scale = module.param("scale", module.scale_init, shape, module.param_dtype) if module.use_scale else None
+    if not getattr(module, "use_bias", False):
+        return (scale, None)
+    return scale, module.param("bias", module.bias_init, shape, module.param_dtype)
 
 
 class FP8RMSNorm(nn.RMSNorm):
@@ -14,7 +40,7 @@ class FP8RMSNorm(nn.RMSNorm):
       recipe: what is kept of x; a recipe that quantizes no non-linear input makes this `flax.linen.RMSNorm` itself.
 
     Raises:
-      ValueError: another option than `epsilon`, dtypes and scale away from its default, under a recipe that quantizes.
+      ValueError: a mask, an axis name or axes other than the last, under a recipe that quantizes.
     """
 
     recipe: Recipe = recipes.coat()
@@ -24,14 +50,29 @@ class FP8RMSNorm(nn.RMSNorm):
         """(..., features) to the same shape."""
         if self.recipe.nonlinear_input is None:
             return super().__call__(x, mask=mask)
-        given = {"mask": mask, "axis_name": self.axis_name, "axis_index_groups": self.axis_index_groups}
-        given |= {name: None if axes in (-1, (-1,), x.ndim - 1) else axes for name, axes in self._axes().items()}
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"FP8RMSNorm: {name}={value!r}; FP8 norms run over the last axis alone, use recipes.bf16()")
-        scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype) if self.use_scale else None
-        dtype = nn.dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
+        scale, _ = declare_norm(self, x, mask)
+        dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
         return ops.rms_norm(x, scale, self.recipe, eps=self.epsilon, dtype=dtype)
 
-    def _axes(self):
-        return {"reduction_axes": self.reduction_axes, "feature_axes": self.feature_axes}
+
+class FP8LayerNorm(nn.LayerNorm):
+    """y = (x - mean) / sqrt(var + epsilon) * scale + bias like `flax.linen.LayerNorm`, keeping FP8 of x.
+
+    Attributes:
+      recipe: what is kept of x; a recipe that quantizes no non-linear input makes this `flax.linen.LayerNorm` itself.
+
+    Raises:
+      ValueError: a mask, an axis name or axes other than the last, under a recipe that quantizes.
+    """
+
+    recipe: Recipe = recipes.coat()
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """(..., features) to the same shape."""
+        if self.recipe.nonlinear_input is None:
+            return super().__call__(x, mask=mask)
+        scale, bias = declare_norm(self, x, mask)
+        dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        norm = functools.partial(ops.layer_norm, eps=self.epsilon, dtype=dtype, fast_variance=self.use_fast_variance)
+        return norm(x, scale, bias, self.recipe)

@@ -12,7 +12,7 @@ Source: arXiv 2302.13971 (Llama), 2307.09288 (Llama 2).
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,18 +20,20 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from coat_jax import ops, recipes
-from coat_jax.linen import FP8SwiGLU, Kernel
+from coat_jax.linen import FP8Embed, FP8TransformerBlock, Kernel, NormPrologue
 from coat_jax.ops import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a Llama.
+    """Sizes of a Llama, or of an OLMo, which is one with another norm.
 
     Attributes:
       vocab_size, hidden, intermediate, layers, heads, kv_heads: as in the paper; heads a multiple of kv_heads.
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of the norms.
+      norm: "rms", or "layer" for LayerNorm without parameters.
+      tied_head: whether the head is the embedding, transposed.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
 
@@ -47,6 +49,8 @@ class Config:
     kv_heads: int
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    norm: str = "rms"
+    tied_head: bool = False
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
 
@@ -65,6 +69,22 @@ class Config:
         return self.hidden // self.heads
 
 
+def presets() -> dict[str, Config]:
+    """Configurations by name.
+
+    Sources: arXiv 2302.13971 (llama-30b), 2307.09288 (llama2), 2407.21783 (llama3), 2402.00838 (olmo).
+    """
+    return {
+        "tiny": Config(256, 128, 384, 4, 4, 2),
+        "llama2-7b": Config(32_000, 4096, 11_008, 32, 32, 32),
+        "llama2-13b": Config(32_000, 5120, 13_824, 40, 40, 40),
+        "llama-30b": Config(32_000, 6656, 17_920, 60, 52, 52, norm_eps=1e-6),
+        "llama3-8b": Config(128_256, 4096, 14_336, 32, 32, 8, rope_theta=500_000.0),
+        "olmo-1b": Config(50_304, 2048, 8192, 16, 16, 16, norm="layer", tied_head=True),
+        "olmo-7b": Config(50_304, 4096, 11_008, 32, 32, 32, norm="layer"),
+    }
+
+
 def preset(name: str, **changes: Any) -> Config:
     """The configuration of that name, some fields changed.
 
@@ -75,61 +95,46 @@ def preset(name: str, **changes: Any) -> Config:
       >>> preset("llama2-7b").layers
       32
     """
-    known = {
-        "tiny": Config(256, 128, 384, 4, 4, 2),
-        "llama2-7b": Config(32_000, 4096, 11_008, 32, 32, 32),
-    }
+    known = presets()
     if name not in known:
         raise ValueError(f"preset={name!r} is unknown; use one of {', '.join(known)}")
     return dataclasses.replace(known[name], **changes)
 
 
-class Norm(nn.Module):
-    """The scale of an RMSNorm, as a prologue of the product that reads it."""
+class Layer(FP8TransformerBlock):
+    """A transformer block as the body of a scan.
 
-    config: Config
+    Attributes:
+      input_only: keep nothing of the layer but its input, as `recipe.layer_input`, and run the layer again from it.
+    """
 
-    @nn.compact
-    def __call__(self, recipe: Recipe) -> ops.Prologue:
-        """The norm, its input kept as the recipe says."""
-        scale = self.param("scale", nn.initializers.ones, (self.config.hidden,), self.config.param_dtype)
-        fn = functools.partial(ops.normalize_rms, eps=self.config.norm_eps)
-        return ops.Prologue(fn, recipe.nonlinear_input, (scale,))
+    input_only: bool = False
 
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:  # type: ignore[override]
+        """(batch, tokens, hidden) to the same shape, and nothing for the scan to collect."""
+        if not self.input_only or self.is_initializing():
+            return super().__call__(x), None
+        fields = [field.name for field in dataclasses.fields(FP8TransformerBlock) if field.name not in ("parent", "name")]
+        block = FP8TransformerBlock(**{name: getattr(self, name) for name in fields}, parent=None)
 
-class Attention(nn.Module):
-    """Causal grouped-query attention: parameters q, k, v, o, each with a kernel."""
+        def run(x, params):
+            return block.apply({"params": params}, x)
 
-    config: Config
-    recipe: Recipe
-
-    @nn.compact
-    def __call__(self, x: jax.Array, norm: ops.Prologue) -> jax.Array:
-        """(batch, tokens, hidden) to the same shape."""
-        c, recipe = self.config, self.recipe
-        widths = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
-        kernels = [Kernel(n * c.head_dim, c.param_dtype, name=name)(c.hidden) for name, n in widths.items()]
-        o = Kernel(c.hidden, c.param_dtype, name="o")(c.hidden)
-        q, k, v = ops.linear([x], kernels, recipe, prologue=norm)
-        q, k, v = (y.reshape(*y.shape[:-1], -1, c.head_dim) for y in (q, k, v))
-        q, k = (ops.rope(y, theta=c.rope_theta) for y in (q, k))
-        [y] = ops.attention_linear(q, k, v, [o], recipe)
-        return y
+        return ops.stashed(run, [self.recipe.layer_input])(x, self.variables["params"]), None
 
 
-class Layer(nn.Module):
-    """One layer: attention and SwiGLU, each after a norm and added to the residual stream."""
-
-    config: Config
-    recipe: Recipe
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
-        """(batch, tokens, hidden) to the same shape, and nothing else for the scan to collect."""
-        c, recipe = self.config, self.recipe
-        x = x + Attention(c, recipe, name="attention")(x, Norm(c, name="attention_norm")(recipe))
-        mlp = FP8SwiGLU(c.intermediate, dtype=c.dtype, param_dtype=c.param_dtype, recipe=recipe, name="mlp")
-        return x + mlp(x, norm=Norm(c, name="mlp_norm")(recipe)), None
+def layer_options(config: Config, recipe: Recipe) -> dict[str, Any]:
+    """The attributes of a `Layer` of this model."""
+    return {
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "intermediate": config.intermediate,
+        "rope_theta": config.rope_theta,
+        "norm": config.norm,
+        "norm_eps": config.norm_eps,
+        "param_dtype": config.param_dtype,
+        "recipe": recipe,
+    }
 
 
 class Llama(nn.Module):
@@ -137,7 +142,12 @@ class Llama(nn.Module):
 
     Attributes:
       config: sizes; see `preset`.
-      recipe: what the layers quantize.
+      recipe: what the layers quantize and keep.
+      remat: None: the recipe alone decides what is kept. "layer": each layer's input only, in FP8. A policy such as
+        `coat_jax.remat_policy` or one of `jax.checkpoint_policies`: what `jax.checkpoint` with it keeps.
+
+    Raises:
+      ValueError: another string as `remat`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -151,29 +161,46 @@ class Llama(nn.Module):
 
     config: Config
     recipe: Recipe = recipes.coat()
+    remat: str | Callable[..., Any] | None = None
 
     def setup(self):
         """Declares embedding, layers, final norm and head."""
+        if isinstance(self.remat, str) and self.remat != "layer":
+            raise ValueError(f"Llama: remat={self.remat!r}; use None, 'layer' or a jax.checkpoint policy")
         c = self.config
-        self.embed = nn.Embed(
-            c.vocab_size, c.hidden, dtype=c.dtype, param_dtype=c.param_dtype, embedding_init=nn.initializers.normal(0.02)
-        )
-        scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
-        self.layers = scan(c, self.recipe)
-        self.norm = nn.RMSNorm(c.norm_eps, dtype=c.dtype, param_dtype=c.param_dtype)
-        self.head = Kernel(c.vocab_size, c.param_dtype)
+        init = nn.initializers.normal(0.02)
+        dtypes = {"dtype": c.dtype, "param_dtype": c.param_dtype}
+        self.embed = FP8Embed(c.vocab_size, c.hidden, embedding_init=init, recipe=self.recipe, **dtypes)
+        layer = nn.remat(Layer, policy=self.remat, prevent_cse=False) if callable(self.remat) else Layer
+        scan = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
+        self.layers = scan(**layer_options(c, self.recipe), input_only=self.remat == "layer")
+        self.norm = NormPrologue(c.norm, c.norm_eps, c.param_dtype)
+        if not c.tied_head:
+            self.head = Kernel(c.vocab_size, param_dtype=c.param_dtype)
 
-    def hidden(self, tokens: jax.Array) -> jax.Array:
-        """What the head reads, (batch, tokens, hidden), of integer tokens (batch, tokens)."""
+    def last_norm(self, x: jax.Array) -> jax.Array:
+        """The norm of the residual stream (..., hidden) that the head reads."""
+        norm = self.norm(self.config.hidden, self.recipe)
+        return norm.fn(x, *norm.params)
+
+    def head_kernel(self) -> jax.Array:
+        """The kernel of the head, (hidden, vocabulary)."""
+        return self.embed.embedding.T if self.config.tied_head else self.head(self.config.hidden)[0]
+
+    def trunk(self, tokens: jax.Array) -> jax.Array:
+        """The residual stream behind the last layer, (batch, tokens, hidden), of integer tokens (batch, tokens)."""
         x, _ = self.layers(self.embed(tokens))
-        return self.norm(x)
+        return x
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Float32 logits (batch, tokens, vocabulary) of integer tokens (batch, tokens)."""
-        h = self.hidden(tokens)
-        kernel = self.head(self.config.hidden).astype(h.dtype)
-        return jnp.dot(h, kernel, preferred_element_type=jnp.float32)
+        h = self.last_norm(self.trunk(tokens))
+        return jnp.dot(h, self.head_kernel().astype(h.dtype), preferred_element_type=jnp.float32)
+
+    def head_loss(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Mean cross entropy in nats per token, float32, of the residual stream behind the last layer."""
+        return ops.cross_entropy(self.last_norm(x), self.head_kernel(), targets)
 
     def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         """Mean cross entropy in nats per token, float32, of tokens and targets (batch, tokens)."""
-        return ops.cross_entropy(self.hidden(tokens), self.head(self.config.hidden), targets)
+        return self.head_loss(self.trunk(tokens), targets)

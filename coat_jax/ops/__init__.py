@@ -1,10 +1,11 @@
 """Differentiable functions of plain arrays, bf16 or f32 at their faces, FP8 only in what they keep for the backward pass."""
 
-from coat_jax.ops.activation import gate_silu, swiglu
+from coat_jax.ops.activation import add, gate_silu, gelu, multiply, silu, swiglu
 from coat_jax.ops.attention import attention, attention_linear
+from coat_jax.ops.embedding import embedding
 from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.loss import cross_entropy
-from coat_jax.ops.norm import normalize_rms, rms_norm
+from coat_jax.ops.norm import layer_norm, normalize_layer, normalize_rms, rms_norm
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
 from coat_jax.ops.stash import STASH, remat_policy, stashed
@@ -13,15 +14,22 @@ __all__ = [
     "STASH",
     "Prologue",
     "Recipe",
+    "add",
     "attention",
     "attention_linear",
     "cross_entropy",
+    "embedding",
     "gate_silu",
+    "gelu",
+    "layer_norm",
     "linear",
+    "multiply",
+    "normalize_layer",
     "normalize_rms",
     "remat_policy",
     "rms_norm",
     "rope",
+    "silu",
     "stashed",
     "swiglu",
 ]

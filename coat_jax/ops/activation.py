@@ -1,9 +1,11 @@
-"""Elementwise functions between linear layers, their inputs kept in FP8."""
+"""Functions between linear layers, element by element; their inputs are kept in FP8 for the backward pass."""
+
+import functools
 
 import jax
 
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import stashed
+from coat_jax.ops.stash import elementwise
 
 
 def gate_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -11,8 +13,44 @@ def gate_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def silu(x: jax.Array, recipe: Recipe) -> jax.Array:
+    """y = x / (1 + exp(-x)); x is kept as `recipe.nonlinear_input`, None there leaves it to plain autodiff.
+
+    Source: arXiv 1702.03118.
+    """
+    return elementwise(jax.nn.silu, [x], recipe)
+
+
+def gelu(x: jax.Array, recipe: Recipe, *, approximate: bool = True) -> jax.Array:
+    """y = x Phi(x), Phi the normal distribution or its tanh approximation; x is kept as `recipe.nonlinear_input`.
+
+    Source: arXiv 1606.08415.
+    """
+    return elementwise(functools.partial(jax.nn.gelu, approximate=approximate), [x], recipe)
+
+
+def multiply(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
+    """y = a * b, arrays of one shape; both are kept as `recipe.nonlinear_input`.
+
+    Raises:
+      ValueError: different shapes.
+    """
+    same_shape("multiply", a, b)
+    return elementwise(jax.lax.mul, [a, b], recipe)
+
+
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y, arrays of one shape: the residual stream, exact. Nothing is kept.
+
+    Raises:
+      ValueError: different shapes.
+    """
+    same_shape("add", x, y)
+    return x + y
+
+
 def swiglu(gate: jax.Array, up: jax.Array, recipe: Recipe) -> jax.Array:
-    """y = silu(gate) * up with silu(a) = a / (1 + exp(-a)); gate and up are kept as `recipe.nonlinear_input`.
+    """y = silu(gate) * up; gate and up are kept as `recipe.nonlinear_input`, silu(gate) is redone.
 
     Args:
       gate, up: arrays of one shape and float dtype.
@@ -21,8 +59,16 @@ def swiglu(gate: jax.Array, up: jax.Array, recipe: Recipe) -> jax.Array:
     Returns:
       An array of the same shape and dtype.
 
+    Raises:
+      ValueError: different shapes.
+
     Source: arXiv 2002.05202.
     """
-    if recipe.nonlinear_input is None:
-        return gate_silu(gate, up)
-    return stashed(gate_silu, [recipe.nonlinear_input] * 2)(gate, up)
+    same_shape("swiglu", gate, up)
+    return elementwise(gate_silu, [gate, up], recipe)
+
+
+def same_shape(op: str, a: jax.Array, b: jax.Array) -> None:
+    """Raises ValueError where a and b differ in shape: a sum over broadcast axes would need care that no op here takes."""
+    if a.shape != b.shape:
+        raise ValueError(f"{op}: shapes {a.shape} and {b.shape} differ; broadcast one of them first")

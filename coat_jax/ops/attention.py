@@ -6,12 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import stashed
+from coat_jax.ops.stash import STASH, stashed
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def softmax_average(q, k, v, mask=None, *, causal: bool, implementation: Any) -> jax.Array:
+    """softmax(q k^T / sqrt(d)) v, plain."""
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
 
 
 def has_cudnn(fn: Attend, *args: Any) -> bool:
@@ -48,6 +54,7 @@ def by_platform(cudnn: Attend, xla: Attend) -> Attend:
         return jax.lax.platform_dependent(*args, cuda=cudnn, default=xla)
 
     def forward(*args):
+        args = checkpoint_name(args, STASH)
         pulls = []
 
         def on_gpu(*args):
@@ -59,37 +66,47 @@ def by_platform(cudnn: Attend, xla: Attend) -> Attend:
             return xla(*args), [jnp.zeros(x.shape, x.dtype) for x in extra_shapes]
 
         _, extra_shapes = jax.eval_shape(on_gpu, *args)
-        out, extra = jax.lax.platform_dependent(*args, cuda=on_gpu, default=elsewhere)
+        out, extra = checkpoint_name(jax.lax.platform_dependent(*args, cuda=on_gpu, default=elsewhere), STASH)
         return out, (args, out, extra, jax.tree_util.Partial(pulls[-1]))
 
     def backward(residual, g):
         args, out, extra, rebuild = residual
 
         def on_gpu(g, args, out, extra):
-            return rebuild(args, out, extra)(g)
+            return rebuild(args, out, extra)(g)[:3]
 
         def elsewhere(g, args, out, extra):
-            return jax.vjp(xla, *args)[1](g)
+            return jax.vjp(xla, *args)[1](g)[:3]
 
-        return jax.lax.platform_dependent(g, args, out, extra, cuda=on_gpu, default=elsewhere)
+        grads = jax.lax.platform_dependent(g, args, out, extra, cuda=on_gpu, default=elsewhere)
+        return (*grads, *[None] * (len(args) - 3))
 
     op = jax.custom_vjp(choose)
     op.defvjp(forward, backward)
     return op
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, implementation: str | None = None) -> jax.Array:
-    """o = softmax(q k^T / sqrt(d)) v for every head, with a causal mask or none.
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = True,
+    mask: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """o = softmax(q k^T / sqrt(d)) v for every head, with a causal mask, a given one, both or none.
 
     Its own residuals are q, k, v, o and a float32 log-sum per row on an NVIDIA GPU; q, k and v elsewhere. To keep FP8 of
-    q, k and v instead and run forward again, make it the prologue of the output projection (`linear`), or use `stashed`.
+    q, k and v instead and run forward again, use `attention_linear`.
 
     Args:
       q: (batch, tokens, heads, d).
       k, v: (batch, keys, kv_heads, d); heads a multiple of kv_heads (grouped-query attention).
       causal: whether token t sees keys up to t only.
-      implementation: "cudnn", "xla", or None: cuDNN on NVIDIA GPUs where it takes the shapes and dtypes (16-bit, d a multiple
-        of 8), XLA elsewhere.
+      mask: bool, broadcastable to (batch, heads, tokens, keys); True lets a token see a key.
+      implementation: "cudnn", "xla", or None: cuDNN on NVIDIA GPUs where it is installed and takes the shapes and dtypes
+        (16-bit, d a multiple of 8), XLA elsewhere.
 
     Returns:
       An array of q's shape and dtype.
@@ -104,18 +121,24 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True, 
         raise ValueError(f"attention: implementation={implementation!r} is unknown; use None, 'cudnn' or 'xla'")
     if q.shape[-2] % k.shape[-2]:
         raise ValueError(f"attention: {q.shape[-2]} heads in q and {k.shape[-2]} in k; the second must divide the first")
-    cudnn, xla = (
-        functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=name) for name in ("cudnn", "xla")
-    )
+    cudnn, xla = (functools.partial(softmax_average, causal=causal, implementation=name) for name in ("cudnn", "xla"))
+    args = (q, k, v) if mask is None else (q, k, v, mask)
     if implementation == "cudnn":
-        return cudnn(q, k, v)
-    if implementation == "xla" or not has_cudnn(cudnn, q, k, v):
-        return stashed(xla, [None] * 3)(q, k, v)
-    return by_platform(cudnn, xla)(q, k, v)
+        return cudnn(*args)
+    if implementation == "xla" or not has_cudnn(cudnn, *args):
+        return stashed(xla, [None] * len(args))(*args)
+    return by_platform(cudnn, xla)(*args)
 
 
 def attention_linear(
-    q: jax.Array, k: jax.Array, v: jax.Array, kernels: Sequence[jax.Array], recipe: Recipe, *, causal: bool = True
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kernels: Sequence[jax.Array],
+    recipe: Recipe,
+    *,
+    causal: bool = True,
+    mask: jax.Array | None = None,
 ) -> list[jax.Array]:
     """y_j = attention(q, k, v) · kernels_j, contracting heads and d.
 
@@ -123,14 +146,18 @@ def attention_linear(
     attention keeps what its own backward pass reads, and the product shares the attention output with it.
 
     Args:
-      q, k, v, causal: as in `attention`.
+      q, k, v, causal, mask: as in `attention`.
       kernels: each (heads, d, *features) or (heads * d, *features).
       recipe: what is kept and multiplied.
 
     Returns:
       For each kernel (batch, tokens, *features), in q's dtype.
     """
-    attend = functools.partial(attention, causal=causal)
     if recipe.attention is None:
-        return linear([attend(q, k, v)], kernels, recipe, axes=2, shared=True)
-    return linear([q, k, v], kernels, recipe, prologue=Prologue(attend, recipe.attention), axes=2)
+        return linear([attention(q, k, v, causal=causal, mask=mask)], kernels, recipe, axes=2, shared=True)
+
+    def attend(q, k, v, *mask):
+        return attention(q, k, v, causal=causal, mask=mask[0] if mask else None)
+
+    prologue = Prologue(attend, recipe.attention, () if mask is None else (mask,))
+    return linear([q, k, v], kernels, recipe, prologue=prologue, axes=2)

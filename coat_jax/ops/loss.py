@@ -1,14 +1,9 @@
 """Cross entropy over a large vocabulary in chunks of tokens: the float32 logits of a whole batch never exist."""
 
+import math
+
 import jax
 import jax.numpy as jnp
-
-
-def chunk_loss(h: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """sum_t weights_t (logsumexp(h_t W) - (h_t W)[target_t]) of one chunk, float32 logits."""
-    logits = jnp.dot(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32)
-    picked = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
-    return jnp.sum(weights * (jax.nn.logsumexp(logits, -1) - picked))
 
 
 def cross_entropy(
@@ -16,55 +11,79 @@ def cross_entropy(
 ) -> jax.Array:
     """L = sum_t w_t (logsumexp(h_t W) - (h_t W)[target_t]) / sum_t w_t, mean nats per token.
 
-    The forward pass of a differentiated call computes each chunk's gradients at once, so that no logit is computed twice
-    and none is kept: dh in h's dtype, dW in float32 while it is summed.
+    Differentiated, the forward pass computes each chunk's gradients at once, so that no logit is computed twice and none is
+    kept: dh in h's dtype, dW summed in float32.
 
     Args:
-      h: (..., hidden), what the output head reads.
-      kernel: (hidden, vocabulary); the product runs in h's dtype with float32 results.
-      targets: integers (...), in [0, vocabulary).
-      weights: float32 (...), of each token; None is 1. A constant: no gradient flows into it.
-      chunk: tokens whose logits exist at one time.
+      h: (..., tokens, hidden), what the output head reads.
+      kernel: (hidden, vocabulary); products run in h's dtype with float32 results.
+      targets: integers (..., tokens), in [0, vocabulary).
+      weights: float32 of the targets' shape; None is 1 for every token. A constant: no gradient flows into it.
+      chunk: about how many tokens' logits exist at one time. Chunks are cut along the token axis, every one through the
+        whole batch, so that a batch may be sharded.
 
     Returns:
       A float32 scalar.
 
     Raises:
       ValueError: targets of another shape than h's tokens, or a chunk below 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(cross_entropy(jnp.zeros((1, 6, 8)), jnp.ones((8, 4)), jnp.zeros((1, 6), int)).round(4))  # log 4
+      1.3863
     """
-    if targets.shape != h.shape[:-1]:
+    if targets.shape != h.shape[:-1] or targets.ndim < 1:
         raise ValueError(f"cross_entropy: targets have shape {targets.shape}; h {h.shape} has tokens {h.shape[:-1]}")
     if chunk < 1:
         raise ValueError(f"cross_entropy: chunk={chunk} tokens; use 1 or more")
-    tokens = targets.size
-    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     weights = jax.lax.stop_gradient(weights / jnp.sum(weights))
-    chunk = max(1, min(chunk, tokens))
-    fill = -tokens % chunk
+    rows, tokens = math.prod(targets.shape[:-1]), targets.shape[-1]
+    length = max(1, min(chunk // max(rows, 1), tokens))
+    axis = targets.ndim - 1
 
-    def split(x):
-        x = x.reshape(tokens, *x.shape[targets.ndim :])
-        return jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
+    def split(x: jax.Array) -> jax.Array:
+        """(..., tokens, ...) to (chunks, ..., length, ...); the last chunk is filled up with zeros, which weigh nothing."""
+        fill = [(0, 0)] * x.ndim
+        fill[axis] = (0, -tokens % length)
+        x = jnp.pad(x, fill)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, length, *x.shape[axis + 1 :]), axis, 0)
 
-    rows = (split(targets), split(weights))
-    return summed(split(h), kernel, *rows)
+    return chunked(split(h), kernel, split(targets), split(weights))
+
+
+def chunk_loss(h: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weighted loss of one chunk, and its gradient with respect to the logits, both float32."""
+    logits = jnp.dot(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32)
+    normalizer = jax.nn.logsumexp(logits, -1, keepdims=True)
+    hit = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    loss = jnp.sum(weights * (normalizer[..., 0] - jnp.sum(jnp.where(hit, logits, 0.0), -1)))
+    return loss, (jnp.exp(logits - normalizer) - hit) * weights[..., None]
 
 
 @jax.custom_vjp
-def summed(h: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """`chunk_loss` summed over the leading axis of h, targets and weights."""
+def chunked(h: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    """The loss of all chunks, which lie along the leading axis of h, targets and weights."""
 
     def add(total, rows):
-        return total + chunk_loss(rows[0], kernel, *rows[1:]), None
+        return total + chunk_loss(rows[0], kernel, *rows[1:])[0], None
 
     return jax.lax.scan(add, jnp.float32(0), (h, targets, weights))[0]
 
 
 def _forward(h, kernel, targets, weights):
+    tokens = tuple(range(h.ndim - 2))  # of one chunk
+
     def add(carry, rows):
         total, dkernel = carry
-        value, (dh, dw) = jax.value_and_grad(chunk_loss, (0, 1))(rows[0], kernel, *rows[1:])
-        return (total + value, dkernel + dw.astype(jnp.float32)), dh
+        h, targets, weights = rows
+        loss, dlogits = chunk_loss(h, kernel, targets, weights)
+        dlogits = dlogits.astype(h.dtype)
+        dh = jax.lax.dot_general(dlogits, kernel.astype(h.dtype), (((h.ndim - 1,), (1,)), ((), ())))
+        dims = ((tokens, tokens), ((), ()))
+        dkernel += jax.lax.dot_general(h, dlogits, dims, preferred_element_type=jnp.float32)
+        return (total + loss, dkernel), dh
 
     start = (jnp.float32(0), jnp.zeros(kernel.shape, jnp.float32))
     (total, dkernel), dh = jax.lax.scan(add, start, (h, targets, weights))
@@ -76,4 +95,4 @@ def _backward(residual, g):
     return dh * g.astype(dh.dtype), dkernel * g.astype(dkernel.dtype), None, None
 
 
-summed.defvjp(_forward, _backward)
+chunked.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""Norms over the last axis. Each formula once, as a prologue for `linear`, and as an op that keeps its input in FP8."""
+"""Norms over the last axis: each formula plain, as a prologue for `linear`, and as an op that keeps its input in FP8."""
 
 import functools
 from typing import Any
@@ -7,16 +7,46 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import stashed
+from coat_jax.ops.stash import elementwise
 
 
-def normalize_rms(x: jax.Array, weight: jax.Array | None, *, eps: float, dtype: Any = None) -> jax.Array:
-    """y = x / sqrt(mean(x^2) + eps) * weight, over the last axis, in float32, plain."""
+def _row(x: jax.Array, parameter: jax.Array) -> jax.Array:
+    """A parameter of the last axis of x, float32, with as many axes as x."""
+    return parameter.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def normalize_rms(x: jax.Array, weight: jax.Array | None = None, *, eps: float, dtype: Any = None) -> jax.Array:
+    """y = x / sqrt(mean(x^2) + eps) * weight, plain."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jax.lax.square(x32), -1, keepdims=True) + eps)
     if weight is not None:
-        scale = scale * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        scale = scale * _row(x, weight)
     return (x32 * scale).astype(x.dtype if dtype is None else dtype)
+
+
+def normalize_layer(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    eps: float,
+    dtype: Any = None,
+    fast_variance: bool = False,
+) -> jax.Array:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, plain."""
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(x32, -1, keepdims=True)
+    if fast_variance:
+        variance = jnp.maximum(0.0, jnp.mean(jax.lax.square(x32), -1, keepdims=True) - jax.lax.square(mean))
+    else:
+        variance = jnp.mean(jax.lax.square(x32 - mean), -1, keepdims=True)
+    scale = jax.lax.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * _row(x, weight)
+    y = (x32 - mean) * scale
+    if bias is not None:
+        y = y + _row(x, bias)
+    return y.astype(x.dtype if dtype is None else dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, recipe: Recipe, *, eps: float = 1e-6, dtype: Any = None) -> jax.Array:
@@ -32,9 +62,41 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, recipe: Recipe, *, eps: flo
     Returns:
       An array of x's shape.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax import ops, recipes
+      >>> print(ops.rms_norm(jnp.array([[3.0, -3.0]]), None, recipes.coat()).round(3))
+      [[ 1. -1.]]
+
     Source: arXiv 1910.07467.
     """
-    formula = functools.partial(normalize_rms, eps=eps, dtype=dtype)
-    if recipe.nonlinear_input is None:
-        return formula(x, weight)
-    return stashed(formula, [recipe.nonlinear_input])(x, weight)
+    return elementwise(functools.partial(normalize_rms, eps=eps, dtype=dtype), [x], recipe, weight)
+
+
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    recipe: Recipe,
+    *,
+    eps: float = 1e-6,
+    dtype: Any = None,
+    fast_variance: bool = False,
+) -> jax.Array:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axis; x is kept as `recipe.nonlinear_input`.
+
+    Args:
+      x: (..., features), any float dtype; computed in float32.
+      weight, bias: (features,), or None for 1 and 0.
+      recipe: what is kept of x; None there leaves it to plain autodiff.
+      eps: added to the variance.
+      dtype: of the result; None is x's.
+      fast_variance: mean(x^2) - mean(x)^2 in one pass, which loses what a large mean hides.
+
+    Returns:
+      An array of x's shape.
+
+    Source: arXiv 1607.06450.
+    """
+    formula = functools.partial(normalize_layer, eps=eps, dtype=dtype, fast_variance=fast_variance)
+    return elementwise(formula, [x], recipe, weight, bias)

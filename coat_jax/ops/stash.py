@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from coat_jax.ops.recipe import Recipe
 from coat_jax.quant import QuantizedArray, QuantSpec, dequantize, quantize
 
 STASH = "coat_stash"
@@ -47,6 +48,11 @@ def restore(kept: Kept) -> jax.Array:
     return dequantize(restore_quantized(kept)) if isinstance(kept, QuantizedArray) else kept
 
 
+def gradient_or_none(gradient: Any) -> Any:
+    """None for the gradient of an array that holds no real numbers."""
+    return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
+
+
 def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None]) -> Callable[..., Any]:
     """`fn`, keeping its inputs in FP8 and nothing else: y = fn(x, w), and (dx, dw) = vjp of fn at (decode(encode(x)), w).
 
@@ -77,8 +83,16 @@ def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None]) -> Callab
     def backward(residual, cotangent):
         kept, params = residual
         _, pull = jax.vjp(fn, *map(restore, kept), *params)
-        return pull(cotangent)
+        return tuple(map(gradient_or_none, pull(cotangent)))
 
     op = jax.custom_vjp(fn)
     op.defvjp(forward, backward)
     return op
+
+
+def elementwise(fn: Callable[..., jax.Array], inputs: Sequence[jax.Array], recipe: Recipe, *params: Any) -> jax.Array:
+    """fn(*inputs, *params), inputs kept as `recipe.nonlinear_input`; where that is None, plain autodiff decides."""
+    spec = recipe.nonlinear_input
+    if spec is None:
+        return fn(*inputs, *params)
+    return stashed(fn, [spec] * len(inputs))(*inputs, *params)

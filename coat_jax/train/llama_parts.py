@@ -1,10 +1,7 @@
 """This library's Llama as `Parts`."""
 
-from typing import Any
-
 import jax
 
-from coat_jax import ops
 from coat_jax.models import llama
 from coat_jax.train.parts import Batch, Params, Parts
 
@@ -24,7 +21,7 @@ def parts_of_llama(model: llama.Llama) -> Parts:
       >>> parts_of_llama(model)(params, tokens).shape
       ()
     """
-    layer = llama.Layer(model.config, model.recipe)
+    layer = llama.Layer(**llama.layer_options(model.config, model.recipe), input_only=model.remat == "layer")
 
     def embed(outer: Params, batch: Batch) -> jax.Array:
         return model.apply({"params": outer}, batch[:, :-1], method=lambda module, tokens: module.embed(tokens))
@@ -33,9 +30,6 @@ def parts_of_llama(model: llama.Llama) -> Parts:
         return layer.apply({"params": row}, x)[0]
 
     def loss(outer: Params, x: jax.Array, batch: Batch) -> jax.Array:
-        def head(module: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-            return ops.cross_entropy(module.norm(x), module.head(module.config.hidden), targets)
-
-        return model.apply({"params": outer}, x, batch[:, 1:], method=head)
+        return model.apply({"params": outer}, x, batch[:, 1:], method=model.head_loss)
 
     return Parts(embed, apply_layer, loss)

@@ -1,0 +1,86 @@
+"""Declaring the parameters of linear layers apart from computing them, so that several layers can share one product."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import meta
+from flax.linen import initializers
+
+from coat_jax.ops import Recipe
+
+Shape = tuple[int, ...]
+
+
+def flat_init(init: Callable[..., Any], leading: int) -> Callable[..., Any]:
+    """`init` of the shape with its first `leading` axes made one and the others made one, as Flax initialises kernels."""
+
+    def run(key: jax.Array, shape: Shape, dtype: Any) -> Any:
+        flat = [math.prod(axes) for axes in (shape[:leading], shape[leading:]) if leading]
+        value = init(key, tuple(flat) or (math.prod(shape),), dtype)
+        if isinstance(value, meta.AxisMetadata):
+            return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
+        return jnp.reshape(value, shape)
+
+    return run
+
+
+def declare(module: Any, contracted: Shape, features: Shape, batch: Shape = ()) -> tuple[jax.Array, jax.Array | None]:
+    """The kernel (*batch, *contracted, *features) and bias (*batch, *features) of a Dense or DenseGeneral `module`."""
+    init = flat_init(module.kernel_init, len(batch) + len(contracted))
+    kernel = module.param("kernel", init, (*batch, *contracted, *features), module.param_dtype)
+    if not module.use_bias:
+        return kernel, None
+    return kernel, module.param("bias", flat_init(module.bias_init, 0), (*batch, *features), module.param_dtype)
+
+
+def product_recipe(module: Any) -> Recipe:
+    """The recipe of a module with its `precision`.
+
+    Raises:
+      ValueError: the module has a product of its own, which a recipe that quantizes would not use.
+    """
+    for name in ("dot_general", "dot_general_cls"):
+        if getattr(module, name, None) is not None:
+            kind = type(module).__name__
+            raise ValueError(f"{kind}: {name}={getattr(module, name)!r}; the recipe chooses the product, use recipes.bf16()")
+    return module.recipe if module.precision is None else module.recipe.replace(precision=module.precision)
+
+
+def refuse(module: nn.Module, **given: Any) -> None:
+    """Raises ValueError for an argument that has a value and that the quantized form of a module cannot honour."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            kind = type(module).__name__
+            raise ValueError(f"{kind}: {name}={value!r} has no FP8 form; leave it out, or use recipe=recipes.bf16()")
+
+
+class Kernel(nn.Module):
+    """The parameters of a Dense layer without the layer: for blocks in which several layers share one input.
+
+    Attributes:
+      features: width of the result, or its axes.
+      use_bias: whether there is a bias.
+      param_dtype: dtype of kernel and bias.
+      kernel_init, bias_init: initializers, given flat shapes as Flax gives them.
+    """
+
+    features: int | Shape
+    use_bias: bool = False
+    param_dtype: Any = jnp.float32
+    kernel_init: initializers.Initializer = initializers.lecun_normal()
+    bias_init: initializers.Initializer = initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, *contracted: int) -> tuple[jax.Array, jax.Array | None]:
+        """The kernel (*contracted, *features) and the bias (*features,), or None, in their own dtype."""
+        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        return declare(self, contracted, features)
+
+
+def plus_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """y + bias over the last axes, in y's dtype; y where there is none."""
+    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
