@@ -2,7 +2,7 @@
 
 Floors go up; an import goes down or stays on its floor, and never round in a circle:
 
-    pallas_kernels < quant (formats < granularity < expansion, rounding < spec < codec < array < quantize)
+    pallas_kernels < quant (rounding < formats < granularity < expansion < spec < codec < array < quantize)
     < ops, optim (apart) < recipes, linen, nnx, parallel < models < train, plan, export < cli
 """
 
@@ -18,9 +18,10 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
     ("pallas_kernels",),
+    ("coat_jax.quant.rounding",),
     ("coat_jax.quant.formats",),
     ("coat_jax.quant.granularity",),
-    ("coat_jax.quant.expansion", "coat_jax.quant.rounding"),
+    ("coat_jax.quant.expansion",),
     ("coat_jax.quant.spec",),
     ("coat_jax.quant.codec",),
     ("coat_jax.quant.array",),

@@ -26,6 +26,9 @@ from coat_jax.quant.spec import QuantSpec
 
 Axes = tuple[int, ...]
 
+IDLE_RATIO = 2.0**-16
+"""How far under its group's amax an idle element still widens the range: where COAT's k is about 1, plain scaling's."""
+
 
 class Codes(NamedTuple):
     """What is stored for some groups: payload (one byte), scale and exponent (uint8, or None) per group."""
@@ -51,6 +54,20 @@ def group_amin(x: jax.Array, axes: Axes) -> jax.Array:
     """min |x| over the non-zero elements of every group; inf where all are zero."""
     a = jnp.abs(x)
     return jnp.min(jnp.where(a >= TINY, a, jnp.inf), axis=axes, initial=jnp.inf)
+
+
+def smallest_ratio(x: jax.Array, amax: jax.Array, axes: Axes, idle: jax.Array | None) -> jax.Array:
+    """The ratio to amax that a group's exponent is fitted to: of its smallest non-zero element.
+
+    Idle elements count down to `IDLE_RATIO`, so that they fade without costing live ones more than plain scaling would. Where
+    no element is live all count: one step without a gradient must not squeeze a group into the range of its amax.
+    """
+    smallest = floor_ratio(group_amin(x, axes), amax)
+    if idle is None:
+        return smallest
+    live = group_amin(jnp.where(idle, 0.0, x), axes)
+    bounded = jnp.minimum(floor_ratio(live, amax), jnp.maximum(smallest, IDLE_RATIO))
+    return jnp.where(live < jnp.inf, bounded, smallest)
 
 
 def store_scale(scale: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -101,8 +118,8 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
       spec: static description; its granularity is not used, the groups are given by `axes`.
       axes: negative axes of x.
       noise: float32 in [0, 1) of x's shape, for stochastic rounding.
-      idle: elements that only decay. They do not widen the range that the exponent is fitted to, and nearest rounding takes
-        them towards zero: a decay of less than half a code would leave them where they are for ever.
+      idle: elements that only decay. They widen the range that the exponent is fitted to only so far (`smallest_ratio`), and
+        nearest rounding takes them towards zero: a decay of less than half a code would leave them where they are for ever.
     """
     amax = group_amax(x, axes)
     scale = scale_of(amax, spec)
@@ -114,7 +131,7 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
         y = ratio
     else:
         if spec.has_exponent:
-            exponent = spec.expansion.fit(floor_ratio(group_amin(x if idle is None else jnp.where(idle, 0.0, x), axes), amax))
+            exponent = spec.expansion.fit(smallest_ratio(x, amax, axes, idle))
             spread_exponent = spread(exponent, x.shape, axes)
         y = spec.expansion.expand(jnp.clip(ratio, TINY, 1.0), spread_exponent, spec.format)
     if spec.keep_nonzero:
