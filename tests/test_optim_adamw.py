@@ -51,5 +51,5 @@ def test_quantized_training_follows_float32(codec):
     theirs, _ = train(optax.adamw(1e-2), params, target, 50)
     moved = jnp.linalg.norm(theirs["kernel"] - params["kernel"])
     assert jnp.linalg.norm(mine["kernel"] - theirs["kernel"]) < 0.25 * moved
-    jax.tree.map(np.testing.assert_array_equal, mine["bias"], theirs["bias"])
+    np.testing.assert_allclose(mine["bias"], theirs["bias"], rtol=1e-5, atol=1e-6)
     assert state[0].mu["kernel"].nbytes + state[0].nu["kernel"].nbytes <= 2.08 * params["kernel"].size

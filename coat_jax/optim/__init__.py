@@ -1,7 +1,8 @@
 """Optimizer: AdamW whose moments take one byte each, as Optax transformations."""
 
 from coat_jax.optim import codecs
-from coat_jax.optim.adamw import CoatAdamState, coat_adamw, scale_by_coat_adam
+from coat_jax.optim.adamw import STATIC_ARGS, CoatAdamState, coat_adamw, scale_by_coat_adam
 from coat_jax.optim.codecs import MomentCodec
+from coat_jax.optim.master import Master
 
-__all__ = ["CoatAdamState", "MomentCodec", "coat_adamw", "codecs", "scale_by_coat_adam"]
+__all__ = ["STATIC_ARGS", "CoatAdamState", "Master", "MomentCodec", "coat_adamw", "codecs", "scale_by_coat_adam"]

@@ -1,19 +1,23 @@
 """`scale_by_coat_adam` and `coat_adamw`: Adam and AdamW as Optax transformations whose moments take one byte each."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from coat_jax.optim import codecs, leaves, moments
+from coat_jax.optim import codecs, leaves, master
 from coat_jax.optim.codecs import MomentCodec
-from coat_jax.optim.moments import Hyper, Moments
-from coat_jax.quant import Groups, Implementation, PerGroup, QuantizedArray, QuantSpec, rounding
-from coat_jax.quant.formats import TINY
-from coat_jax.quant.quantize import merge_codes, split_codes
+from coat_jax.optim.leaves import Named
+from coat_jax.optim.master import Master, Weight
+from coat_jax.optim.moments import Draw, Rate
+from coat_jax.optim.step import Adam, Leaf, Stepper, groups_of, zeros
+from coat_jax.quant import Implementation
+
+STATIC_ARGS = ("mask", "codec", "quantize_filter", "min_size", "implementation", "master")
+"""What decides structure, and so is static: optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS)."""
 
 
 class CoatAdamState(NamedTuple):
@@ -30,44 +34,134 @@ class CoatAdamState(NamedTuple):
     nu: Any
 
 
-def zeros(shape: tuple[int, ...], spec: QuantSpec | None) -> QuantizedArray | jax.Array:
-    """A moment of zeros: float32, or as `spec` stores it."""
-    if spec is None:
-        return jnp.zeros(shape, jnp.float32)
-    scale_shape = Groups.of(spec.granularity, shape).scale_shape
-    exponent = jnp.ones(scale_shape, jnp.uint8) if spec.has_exponent else None
-    payload, scale = jnp.zeros(shape, spec.format.dtype), jnp.full(scale_shape, TINY, spec.scale_dtype)
-    return QuantizedArray(payload, scale, exponent, spec, jnp.float32)
+class MasterState(NamedTuple):
+    """What parameters lack of float32.
+
+    Attributes:
+      count: int32, steps taken.
+      compensation: int8 or int16 for each bfloat16 parameter; None for others, and for `Master.STOCHASTIC`.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    compensation: Any
 
 
-def _split(stored: QuantizedArray | jax.Array, groups: Groups) -> Any:
-    return split_codes(stored)[0] if isinstance(stored, QuantizedArray) else groups.split(stored)
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """The parts of `coat_adamw`, whose arguments these are."""
+
+    learning_rate: Any
+    adam: Adam
+    weight_decay: Any
+    mask: Any
+    scale: optax.GradientTransformation
+    codec: MomentCodec
+    master: Master | None
+
+    @property
+    def tail(self) -> optax.GradientTransformationExtraArgs:
+        """From a direction to an update."""
+        return optax.chain(
+            optax.add_decayed_weights(self.weight_decay, self.mask), optax.scale_by_learning_rate(self.learning_rate)
+        )
+
+    def init(self, params: Any) -> tuple[Any, ...]:
+        """The state: those of the transformations in the chain, and a `MasterState` where there is a master."""
+        state = (self.scale.init(params), *self.tail.init(params))
+        if self.master is None:
+            return state
+        compensation = jax.tree.map(lambda p: master.zero(p, self.master), params)
+        return (*state, MasterState(jnp.zeros([], jnp.int32), compensation))
+
+    def update(self, updates: Any, state: tuple[Any, ...], params: Any = None, **extra: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Updates for `optax.apply_updates`, float32, and the next state."""
+        directions, first = self.scale.update(updates, state[0], params)
+        if self.master is None:
+            updates, rest = self.tail.update(directions, state[1:], params, **extra)
+            return updates, (first, *rest)
+        if params is None:
+            raise ValueError(f"coat_adamw: params=None; master={str(self.master)!r} needs the parameters in update")
+        kept: MasterState = state[-1]
+        tree = Named.of(params)
+        weights = [Weight(*row) for row in zip(tree.leaves, *tree.beside(kept.compensation), strict=True)]
+        values = tree.structure.unflatten([master.load(weight) for weight in weights])
+        updates, rest = self.tail.update(directions, state[1:-1], values, **extra)
+        count = optax.safe_increment(kept.count)
+        rows: list[tuple[Any, Any]] = []
+        for name, weight, value, change in zip(tree.names, weights, *tree.beside(values, updates), strict=True):
+            if not master.splits(weight.param, self.master):
+                rows.append((change, None))
+                continue
+            groups = groups_of(codecs.FLOAT32, change.shape)
+            elements = Leaf(name).elements(change.shape, groups, master.needs_noise(self.master))
+            noise = groups.merge(elements.noise(Draw.MASTER, count)) if master.needs_noise(self.master) else None
+            change, new = master.landing(value + change, weight.param, self.master, noise)
+            rows.append((change, new.compensation))
+        updates, compensation = tree.build(rows, 2)
+        return updates, (first, *rest, MasterState(count, compensation))
+
+    def stepper(self, state: tuple[Any, ...]) -> Stepper:
+        """The step after `state`, for single leaves or rows of them."""
+        return Stepper.at(state[0].count, self.adam, self.codec, self.master)
+
+    def rates(self, state: tuple[Any, ...], params: Any) -> list[Rate]:
+        """How far each leaf of `params` follows its direction."""
+
+        def now(value: Any, state: Any) -> jax.Array:
+            return jnp.asarray(value(*jax.tree.leaves(state)) if callable(value) else value, jnp.float32)
+
+        mask = self.mask(params) if callable(self.mask) else True if self.mask is None else self.mask
+        decays = jax.tree.leaves(jax.tree.broadcast(mask, params))
+        decay, rate = now(self.weight_decay, state[1]), now(self.learning_rate, state[2])
+        return [Rate(rate, decay if decays_ else jnp.zeros_like(decay)) for decays_ in decays]
+
+    def advance(self, state: tuple[Any, ...], mu: Any, nu: Any, compensation: Any) -> tuple[Any, ...]:
+        """The state after a step that left these."""
+        rest = jax.tree.map(optax.safe_increment, state[1:3])
+        new = (CoatAdamState(optax.safe_increment(state[0].count), mu, nu), *rest)
+        return new if self.master is None else (*new, MasterState(optax.safe_increment(state[3].count), compensation))
+
+    def update_and_apply(self, grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The next parameters and the next state, in one pass over each leaf."""
+        tree, stepper = Named.of(params), self.stepper(state)
+        nothing = tree.structure.unflatten([None] * len(tree.leaves))
+        compensation = nothing if self.master is None else state[3].compensation
+        columns = tree.beside(grads, state[0].mu, state[0].nu, compensation)
+        rows = []
+        for name, param, rate, (grad, mu, nu, lack) in zip(
+            tree.names, tree.leaves, self.rates(state, params), zip(*columns, strict=True), strict=True
+        ):
+            weight, mu, nu = stepper.update(grad, mu, nu, Weight(param, lack), rate, Leaf(name))
+            rows.append((*weight, mu, nu))
+        params, compensation, mu, nu = tree.build(rows, 4)
+        return params, self.advance(state, mu, nu, compensation)
 
 
-def _merge(stored: Any, groups: Groups, spec: QuantSpec | None) -> QuantizedArray | jax.Array:
-    return groups.merge(stored) if spec is None else merge_codes(stored, groups, spec, np.dtype(np.float32))
+class CoatAdamW(optax.GradientTransformationExtraArgs):
+    """An Optax transformation with a second entry point.
+
+    Attributes:
+      update_and_apply: (grads, state, params) -> (params, state): `update` and `optax.apply_updates` in one pass, without a
+        tree of updates.
+      parts: what both are made of, for optimizers that update a layer at a time.
+    """
+
+    parts: AdamW
+
+    def __new__(cls, parts: AdamW) -> "CoatAdamW":
+        """The transformation made of `parts`."""
+        self = super().__new__(cls, parts.init, parts.update)
+        self.parts = parts
+        return self
+
+    @property
+    def update_and_apply(self) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+        """(grads, state, params) -> (params, state), in one pass."""
+        return self.parts.update_and_apply
 
 
-def stored_codec(mu: QuantizedArray | jax.Array, nu: QuantizedArray | jax.Array, codec: MomentCodec) -> MomentCodec | None:
-    """The codec that a leaf's moments are stored with: `codec` along the axis of their groups, or None for float32."""
-    for moment in (nu, mu):
-        if isinstance(moment, QuantizedArray):
-            assert isinstance(moment.spec.granularity, PerGroup)
-            return codec.along(moment.spec.granularity.axis)
-    return None
-
-
-def step_leaf(
-    grad: jax.Array, mu: Any, nu: Any, codec: MomentCodec, hyper: Hyper, seed: int, offset: jax.Array | int = 0
-) -> tuple[jax.Array, Any, Any]:
-    """One step of one quantized leaf: the direction (float32), mu and nu. `offset` is the number of its first element."""
-    spec = codec.nu or codec.mu
-    assert spec is not None
-    groups = Groups.of(spec.granularity, grad.shape)
-    index = groups.split(rounding.element_index(grad.shape, offset)) if codec.stochastic else None
-    stored = Moments(_split(mu, groups), _split(nu, groups))
-    direction, kept = moments.step(groups.split(grad.astype(jnp.float32)), stored, codec, groups.axes, hyper, seed, index)
-    return groups.merge(direction), _merge(kept.mu, groups, codec.mu), _merge(kept.nu, groups, codec.nu)
+def _renamed(result: tuple[Any, optax.ScaleByAdamState]) -> tuple[Any, CoatAdamState]:
+    return result[0], CoatAdamState(*result[1])
 
 
 def scale_by_coat_adam(
@@ -80,7 +174,7 @@ def scale_by_coat_adam(
     quantize_filter: Sequence[str] | None = None,
     min_size: int = 4096,
     implementation: Implementation | str | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> optax.GradientTransformation:
     """Adam's direction, `optax.scale_by_adam`, with moments stored by `codec` between steps.
 
         mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
@@ -98,8 +192,7 @@ def scale_by_coat_adam(
 
     Returns:
       A transformation with state `CoatAdamState`; updates are float32. Moments of zero decode to exactly zero. An element
-      whose gradient is not finite keeps its moments; the update shows it. `update(..., row=i)` updates row i of stacked
-      leaves, given as stacks of one, as the update of the whole would: with the same groups and the same random bits.
+      whose gradient is not finite keeps its moments; the update shows it.
 
     Raises:
       ValueError, TypeError: an argument that does not fit, when the transformation is made.
@@ -108,43 +201,28 @@ def scale_by_coat_adam(
     """
     patterns = leaves.check_filter(quantize_filter)
     Implementation.resolve(implementation, "scale_by_coat_adam")
-    dense = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=jnp.float32)
-
-    def leaf_codec(name: str, value: Any) -> MomentCodec | None:
-        return leaves.leaf_codec(name, value.shape, codec, patterns, min_size)
-
-    def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        return [leaves.path_name(path) for path, _ in paths], [value for _, value in paths], treedef
+    adam = Adam(b1, b2, eps, eps_root)
 
     def init(params: Any) -> CoatAdamState:
-        named, values, treedef = flatten(params)
-        rows = [(value, leaf_codec(name, value)) for name, value in zip(named, values, strict=True)]
-        mu = treedef.unflatten([zeros(value.shape, c.mu if c else None) for value, c in rows])
-        nu = treedef.unflatten([zeros(value.shape, c.nu if c else None) for value, c in rows])
-        return CoatAdamState(jnp.zeros([], jnp.int32), mu, nu)
+        tree = Named.of(params)
+        rows = []
+        for name, leaf in zip(tree.names, tree.leaves, strict=True):
+            own = leaves.leaf_codec(name, leaf.shape, codec, patterns, min_size)
+            rows.append((zeros(leaf.shape, own.mu), zeros(leaf.shape, own.nu)))
+        return CoatAdamState(jnp.zeros([], jnp.int32), *tree.build(rows, 2))
 
-    def update(
-        updates: Any, state: CoatAdamState, params: Any = None, *, row: jax.Array | None = None, **extra: Any
-    ) -> tuple[Any, CoatAdamState]:
-        del params, extra
-        count = optax.safe_increment(state.count)
-        hyper = Hyper.of(count, b1, b2, eps, eps_root)
-        named, grads, treedef = flatten(updates)
-        mu, nu = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
-        chosen_codecs = [stored_codec(*pair, codec) for pair in zip(mu, nu, strict=True)]
-        plain = [i for i, c in enumerate(chosen_codecs) if c is None]
-        old = optax.ScaleByAdamState(state.count, [mu[i] for i in plain], [nu[i] for i in plain])
-        plain_updates, new = dense.update([grads[i].astype(jnp.float32) for i in plain], old)
-        for k, i in enumerate(plain):
-            grads[i], mu[i], nu[i] = plain_updates[k], new.mu[k], new.nu[k]
-        for i, own in enumerate(chosen_codecs):
-            if own is not None:
-                offset = 0 if row is None else row.astype(jnp.uint32) * jnp.uint32(grads[i].size % 2**32)
-                grads[i], mu[i], nu[i] = step_leaf(grads[i], mu[i], nu[i], own, hyper, leaves.leaf_seed(named[i]), offset)
-        return treedef.unflatten(grads), CoatAdamState(count, treedef.unflatten(mu), treedef.unflatten(nu))
+    def update(updates: Any, state: CoatAdamState, params: Any = None) -> tuple[Any, CoatAdamState]:
+        del params
+        if not codec.quantizes:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+            return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
+        tree, stepper = Named.of(updates), Stepper.at(state.count, adam, codec)
+        columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
+        rows = [stepper.direction(grad, mu, nu, Leaf(name)) for name, grad, mu, nu in columns]
+        directions, mu, nu = tree.build(rows, 3)
+        return directions, CoatAdamState(optax.safe_increment(state.count), mu, nu)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def coat_adamw(
@@ -160,7 +238,8 @@ def coat_adamw(
     quantize_filter: Sequence[str] | None = None,
     min_size: int = 4096,
     implementation: Implementation | str | None = None,
-) -> optax.GradientTransformationExtraArgs:
+    master: Master | str | None = None,
+) -> CoatAdamW:
     """AdamW with moments of one byte each: put it where `optax.adamw` stands.
 
         params <- params - learning_rate (u + weight_decay params)        u from `scale_by_coat_adam`
@@ -171,10 +250,17 @@ def coat_adamw(
       weight_decay: strength of the decoupled decay.
       mask: which leaves decay, as in `optax.adamw`.
       codec, quantize_filter, min_size, implementation: as in `scale_by_coat_adam`.
+      master: how bfloat16 parameters keep small updates: "bf16+8", "bf16+16", "bf16-stochastic", or None where parameters are
+        float32. `optax.apply_updates` must follow at once, so this transformation comes last in a chain.
 
     Returns:
-      optax.chain(scale_by_coat_adam, optax.add_decayed_weights, optax.scale_by_learning_rate). With `codecs.FLOAT32` and
-      float32 parameters its updates are those of `optax.adamw` bit for bit.
+      optax.chain(scale_by_coat_adam, optax.add_decayed_weights, optax.scale_by_learning_rate), with its state, and the second
+      entry point `update_and_apply`. With `codecs.FLOAT32` and float32 parameters updates are those of `optax.adamw` bit for
+      bit. With "bf16+16", `update_and_apply` follows float32 parameters bit for bit, and so does `update` where a step does
+      not shrink a parameter below 2^-16 of itself.
+
+    Raises:
+      ValueError, TypeError: as `scale_by_coat_adam`; an unknown master.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -188,17 +274,8 @@ def coat_adamw(
 
     Source: arXiv 2410.19313; Loshchilov and Hutter, arXiv 1711.05101.
     """
-    return optax.chain(
-        scale_by_coat_adam(
-            b1,
-            b2,
-            eps,
-            eps_root,
-            codec=codec,
-            quantize_filter=quantize_filter,
-            min_size=min_size,
-            implementation=implementation,
-        ),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+    scale = scale_by_coat_adam(
+        b1, b2, eps, eps_root, codec=codec, quantize_filter=quantize_filter, min_size=min_size, implementation=implementation
     )
+    adam = Adam(b1, b2, eps, eps_root)
+    return CoatAdamW(AdamW(learning_rate, adam, weight_decay, mask, scale, codec, Master.resolve(master)))

@@ -4,11 +4,11 @@ import fnmatch
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from coat_jax.optim.codecs import MomentCodec
+from coat_jax.optim.codecs import FLOAT32, MomentCodec
 from coat_jax.quant import PerGroup
 
 DEFAULT_FILTER = ("*", "!*embed*", "!*scale", "!*bias")
@@ -65,13 +65,11 @@ def group_axis(shape: Sequence[int], size: int) -> int:
     return max((-1, -2), key=merit)
 
 
-def leaf_codec(
-    name: str, shape: Sequence[int], codec: MomentCodec, patterns: Sequence[str], min_size: int
-) -> MomentCodec | None:
-    """The codec of one leaf with its group axis chosen, or None where the leaf keeps float32 moments."""
+def leaf_codec(name: str, shape: Sequence[int], codec: MomentCodec, patterns: Sequence[str], min_size: int) -> MomentCodec:
+    """The codec of one leaf with its group axis chosen; `FLOAT32` where the leaf is not quantized."""
     spec = codec.nu or codec.mu
     if spec is None or not shape or math.prod(shape) < max(1, min_size) or not matches(name, patterns):
-        return None
+        return FLOAT32
     assert isinstance(spec.granularity, PerGroup)
     return codec.along(group_axis(shape, spec.granularity.size))
 
@@ -79,3 +77,25 @@ def leaf_codec(
 def leaf_seed(name: str) -> int:
     """The seed of a leaf's random bits: a checksum of its path, so that it does not depend on the other leaves."""
     return zlib.crc32(name.encode())
+
+
+class Named(NamedTuple):
+    """A tree as the names of its leaves, its leaves and its structure."""
+
+    names: list[str]
+    leaves: list[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: Any) -> "Named":
+        """The leaves of `tree`, their paths as text."""
+        rows, structure = jax.tree_util.tree_flatten_with_path(tree)
+        return cls([path_name(path) for path, _ in rows], [leaf for _, leaf in rows], structure)
+
+    def beside(self, *trees: Any) -> list[list[Any]]:
+        """What other trees have at the places of these leaves."""
+        return [self.structure.flatten_up_to(tree) for tree in trees]
+
+    def build(self, rows: Sequence[Sequence[Any]], width: int) -> list[Any]:
+        """`width` trees of this structure from one row for each leaf."""
+        return [self.structure.unflatten([row[i] for row in rows]) for i in range(width)]

@@ -2,16 +2,20 @@
 
     mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
     direction = (mu / c1) / (sqrt(nu / c2 + eps_root) + eps)        c1 = 1 - b1^t    c2 = 1 - b2^t
+    weight <- weight - learning_rate (direction + weight_decay weight)
 
 The step uses the fresh moments; what storing them loses enters with the next step.
 """
 
+import enum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from coat_jax.optim import master
 from coat_jax.optim.codecs import MomentCodec
+from coat_jax.optim.master import Master, Weight
 from coat_jax.quant import QuantSpec, Rounding, rounding
 from coat_jax.quant.codec import Axes
 from coat_jax.quant.codec import decode as decode_groups
@@ -44,12 +48,56 @@ class Hyper(NamedTuple):
         t = count.astype(jnp.float32)
         return cls(count, b1, b2, eps, eps_root, 1 - b1**t, 1 - b2**t)
 
+    def rounded(self, product: jax.Array) -> jax.Array:
+        """The same number, float32, behind a bit operation that no compiler sees through.
+
+        A compiler may round a product and the sum after it once (a fused multiply-add) in one program and twice in another;
+        behind this it rounds twice in all, so that a step gives the same bits wherever it is compiled.
+        """
+        zero = self.count >> 31  # the sign of the count
+        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(product, jnp.int32) ^ zero, jnp.float32)
+
+
+class Rate(NamedTuple):
+    """How far a weight follows its direction: float32 scalars; weight_decay is 0 for a leaf that does not decay."""
+
+    learning_rate: jax.Array
+    weight_decay: jax.Array
+
 
 class Moments(NamedTuple):
     """Both moments of some groups, as values or as they are stored."""
 
     mu: Stored
     nu: Stored
+
+
+class Draw(enum.IntEnum):
+    """What random bits are for: each use has its own."""
+
+    MU = 0
+    NU = 1
+    MASTER = 2
+
+
+class Elements(NamedTuple):
+    """Which elements some groups are, for their random bits.
+
+    Attributes:
+      seed: of the leaf.
+      index: uint32, the number of each element in its leaf; None where nothing is rounded stochastically.
+    """
+
+    seed: int
+    index: jax.Array | None  # type: ignore[assignment]
+
+    def noise(self, use: Draw, count: jax.Array, antithetic: bool = False) -> jax.Array:
+        """float32 in [0, 1) for every element: a pure function of (step, leaf, element, use)."""
+        assert self.index is not None
+        seed = rounding.fold(self.seed, use)
+        if antithetic:
+            return rounding.paired(seed, count, self.index)
+        return rounding.uniform(rounding.fold(seed, count), self.index)
 
 
 def _load(stored: Stored, spec: QuantSpec | None, axes: Axes) -> jax.Array:
@@ -65,31 +113,29 @@ def decode(stored: Moments, codec: MomentCodec, axes: Axes) -> Moments:
     return Moments(jnp.where(nu > 0, mu, 0.0), nu)
 
 
-def encode(
-    moments: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, seed: int, index: jax.Array | None, grad: jax.Array
-) -> Moments:
+def encode(moments: Moments, codec: MomentCodec, axes: Axes, still: jax.Array, count: jax.Array, elements: Elements) -> Moments:
     """Both moments as the codec stores them.
 
     Args:
-      seed: of the leaf; with the step and the element it fixes every random bit.
-      index: uint32 number of each element in its leaf, needed where `codec.stochastic`.
+      moments: float32, finite.
+      still: which elements had a gradient of exactly 0. Their mu, and when that has gone their nu, only decays: they do not
+        widen the range of their group, and mu is rounded towards zero, which it reaches in some tens of steps.
+      count: the step.
+      elements: for stochastic rounding.
     """
 
-    def store(x: jax.Array, spec: QuantSpec | None, which: int, idle: jax.Array) -> Stored:
+    def store(x: jax.Array, spec: QuantSpec | None, use: Draw, idle: jax.Array) -> Stored:
         if spec is None:
             return x
-        noise = None
-        if spec.rounding is Rounding.STOCHASTIC:
-            assert index is not None
-            noise = rounding.dither(rounding.fold(seed, which), hyper.count, index)
+        noise = elements.noise(use, count, codec.antithetic) if spec.rounding is Rounding.STOCHASTIC else None
         return encode_groups(x, spec, axes, noise, idle)
 
-    nu = store(moments.nu, codec.nu, 1, moments.mu == 0)
+    nu = store(moments.nu, codec.nu, Draw.NU, moments.mu == 0)
     mu = moments.mu
     if codec.relative:
         read = _load(nu, codec.nu, axes)
         mu = jnp.where(read > 0, mu * jax.lax.rsqrt(jnp.where(read > 0, read, 1.0)), 0.0)
-    return Moments(store(mu, codec.mu, 0, grad == 0), nu)
+    return Moments(store(mu, codec.mu, Draw.MU, still), nu)
 
 
 def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moments]:
@@ -97,16 +143,30 @@ def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moment
 
     A gradient that is not finite, or whose square is not, shows in the direction; that element keeps its moments.
     """
-    mu = hyper.b1 * old.mu + (1 - hyper.b1) * grad
-    nu = hyper.b2 * old.nu + (1 - hyper.b2) * grad * grad
+    mu = hyper.rounded(hyper.b1 * old.mu) + hyper.rounded((1 - hyper.b1) * grad)
+    nu = hyper.rounded(hyper.b2 * old.nu) + hyper.rounded((1 - hyper.b2) * grad * grad)
     direction = (mu / hyper.correction_mu) / (jnp.sqrt(nu / hyper.correction_nu + hyper.eps_root) + hyper.eps)
     finite = jnp.isfinite(nu)
     return direction, Moments(jnp.where(finite, mu, old.mu), jnp.where(finite, nu, old.nu))
 
 
 def step(
-    grad: jax.Array, stored: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, seed: int, index: jax.Array | None
+    grad: jax.Array, stored: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, elements: Elements
 ) -> tuple[jax.Array, Moments]:
     """One step of some groups: decode, Adam, encode. Returns the direction (float32) and the moments to keep."""
     direction, moments = adam(grad, decode(stored, codec, axes), hyper)
-    return direction, encode(moments, codec, axes, hyper, seed, index, grad)
+    return direction, encode(moments, codec, axes, grad == 0, hyper.count, elements)
+
+
+def follow(value: jax.Array, direction: jax.Array, rate: Rate, hyper: Hyper) -> jax.Array:
+    """The next weight in float32, with the operations of optax.adamw and optax.apply_updates in their order."""
+    decayed = direction + hyper.rounded(rate.weight_decay * value)
+    return value + hyper.rounded(-rate.learning_rate * decayed)
+
+
+def update_weight(
+    weight: Weight, direction: jax.Array, keep: Master | None, rate: Rate, hyper: Hyper, elements: Elements
+) -> Weight:
+    """The next weight as it is kept."""
+    noise = elements.noise(Draw.MASTER, hyper.count) if master.needs_noise(keep) else None
+    return master.store(follow(master.load(weight), direction, rate, hyper), weight.param, keep, noise)

@@ -41,21 +41,17 @@ def element_index(shape: Sequence[int], offset: jax.Array | int = 0) -> jax.Arra
     return index
 
 
-def unit(bits: jax.Array) -> jax.Array:
-    """float32 in [0, 1) from the upper 24 of 32 random bits."""
+def _unit(bits: jax.Array) -> jax.Array:
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
 def uniform(seed: jax.Array | int, index: jax.Array) -> jax.Array:
     """float32 in [0, 1), a pure function of (seed, index): 24 random bits each."""
-    return unit(mix(index ^ mix(jnp.asarray(seed, jnp.uint32))))
+    return _unit(mix(index ^ mix(jnp.asarray(seed, jnp.uint32))))
 
 
-def dither(seed: jax.Array | int, step: jax.Array | int, index: jax.Array) -> jax.Array:
-    """float32 in [0, 1), a pure function of (seed, step, index): hash(seed, index) + step * golden ratio, modulo 1.
-
-    Independent between elements and evenly spread over consecutive steps (a Weyl sequence), so that an element which must
-    round up once in a hundred steps does so about every hundredth step: the mean of stochastic rounding with far less noise.
-    """
-    phase = mix(index ^ mix(jnp.asarray(seed, jnp.uint32)))
-    return unit(phase + jnp.asarray(step).astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+def paired(seed: jax.Array | int, step: jax.Array, index: jax.Array) -> jax.Array:
+    """float32 in [0, 1), a pure function of (seed, step, index): u in an even step, 1 - u in the next one."""
+    step = step.astype(jnp.uint32)
+    bits = mix(index ^ mix(fold(seed, step >> 1)))
+    return _unit(jnp.where((step & 1) == 1, ~bits, bits))

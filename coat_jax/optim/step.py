@@ -1,0 +1,124 @@
+"""One step of one leaf: arrays as they are kept on one side, group math on the other."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from coat_jax.optim import leaves, master, moments
+from coat_jax.optim.codecs import FLOAT32, MomentCodec
+from coat_jax.optim.master import Master, Weight
+from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
+from coat_jax.quant import Groups, PerTensor, QuantizedArray, QuantSpec, rounding
+from coat_jax.quant.formats import TINY
+from coat_jax.quant.quantize import merge_codes, split_codes
+
+FLOAT = np.dtype(np.float32)
+
+
+class Leaf(NamedTuple):
+    """Which leaf, or which row of a leaf that a scan over layers stacks, is updated.
+
+    Attributes:
+      name: its path in the parameter tree, such as "layers/mlp/kernel". The seed of its random bits.
+      row: None for a whole leaf; else the row, along the first axis of the stacked leaf, that the arrays are. Its random bits
+        are those that this row gets in an update of the whole.
+    """
+
+    name: str
+    row: jax.Array | int | None = None
+
+    def elements(self, shape: tuple[int, ...], groups: Groups, needed: bool) -> Elements:
+        """The random bits' numbering of arrays of `shape` seen as `groups`."""
+        seed = leaves.leaf_seed(self.name)
+        if not needed:
+            return Elements(seed, None)
+        offset = (
+            0 if self.row is None else jnp.asarray(self.row, jnp.uint32) * jnp.uint32(np.prod(shape, dtype=np.uint64) % 2**32)
+        )
+        return Elements(seed, groups.split(rounding.element_index(shape, offset)))
+
+
+def codec_of(codec: MomentCodec, mu: Any, nu: Any) -> MomentCodec:
+    """The codec of a leaf by what it keeps: `codec` along the leaf's axis, or FLOAT32."""
+    for stored in (nu, mu):
+        if isinstance(stored, QuantizedArray):
+            return codec.along(stored.spec.granularity.axis)  # type: ignore[attr-defined]
+    return FLOAT32
+
+
+def zeros(shape: tuple[int, ...], spec: QuantSpec | None) -> QuantizedArray | jax.Array:
+    """A moment of zeros: float32, or as `spec` stores it."""
+    if spec is None:
+        return jnp.zeros(shape, FLOAT)
+    scale_shape = Groups.of(spec.granularity, shape).scale_shape
+    exponent = jnp.ones(scale_shape, jnp.uint8) if spec.has_exponent else None
+    payload, scale = jnp.zeros(shape, spec.format.dtype), jnp.full(scale_shape, TINY, spec.scale_dtype)
+    return QuantizedArray(payload, scale, exponent, spec, FLOAT)
+
+
+def groups_of(codec: MomentCodec, shape: tuple[int, ...]) -> Groups:
+    """The groups of a leaf's moments; one group for a leaf of float32 moments."""
+    spec = codec.nu or codec.mu
+    return Groups.of(spec.granularity if spec else PerTensor(), shape)
+
+
+def split(stored: Any, groups: Groups) -> Any:
+    """A moment of a leaf laid out by groups: `Codes` or float32."""
+    return split_codes(stored)[0] if isinstance(stored, QuantizedArray) else groups.split(stored)
+
+
+def merge(stored: Any, groups: Groups, spec: QuantSpec | None) -> Any:
+    """The inverse of `split`."""
+    return groups.merge(stored) if spec is None else merge_codes(stored, groups, spec, FLOAT)
+
+
+class Adam(NamedTuple):
+    """Adam's numbers as they were given: Python floats, or arrays where a schedule drives them."""
+
+    b1: jax.typing.ArrayLike
+    b2: jax.typing.ArrayLike
+    eps: jax.typing.ArrayLike
+    eps_root: jax.typing.ArrayLike
+
+
+class Stepper(NamedTuple):
+    """One step of an optimizer, ready to take any of its leaves.
+
+    Attributes:
+      codec: of the optimizer; a leaf uses it, along its own axis, where its moments are quantized.
+      master: how bfloat16 parameters are kept.
+      hyper: the scalars of the step.
+    """
+
+    codec: MomentCodec
+    master: Master | None
+    hyper: Hyper
+
+    @classmethod
+    def at(cls, count: jax.Array, adam: Adam, codec: MomentCodec, master: Master | None = None) -> "Stepper":
+        """The step after `count` steps."""
+        return cls(codec, master, Hyper.of(optax.safe_increment(count), *adam))
+
+    def direction(self, grad: jax.Array, mu: Any, nu: Any, leaf: Leaf) -> tuple[jax.Array, Any, Any]:
+        """The update direction of a leaf (float32), and its mu and nu to keep."""
+        groups, _, direction, mu, nu = self._moments(grad, mu, nu, leaf)
+        return groups.merge(direction), mu, nu
+
+    def update(self, grad: jax.Array, mu: Any, nu: Any, weight: Weight, rate: Rate, leaf: Leaf) -> tuple[Weight, Any, Any]:
+        """The next weight of a leaf, and its mu and nu to keep, in one pass."""
+        groups, elements, direction, mu, nu = self._moments(grad, mu, nu, leaf)
+        old = jax.tree.map(groups.split, weight)
+        new = moments.update_weight(old, direction, self.master, rate, self.hyper, elements)
+        return jax.tree.map(groups.merge, new), mu, nu
+
+    def _moments(self, grad: jax.Array, mu: Any, nu: Any, leaf: Leaf) -> tuple[Groups, Elements, jax.Array, Any, Any]:
+        """The groups of a leaf, their elements and their direction, and the leaf's mu and nu to keep."""
+        codec = codec_of(self.codec, mu, nu)
+        groups = groups_of(codec, grad.shape)
+        elements = leaf.elements(grad.shape, groups, codec.stochastic or master.needs_noise(self.master))
+        stored = Moments(split(mu, groups), split(nu, groups))
+        direction, kept = moments.step(groups.split(grad.astype(jnp.float32)), stored, codec, groups.axes, self.hyper, elements)
+        return groups, elements, direction, merge(kept.mu, groups, codec.mu), merge(kept.nu, groups, codec.nu)
