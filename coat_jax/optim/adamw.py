@@ -54,7 +54,7 @@ class AdamW:
     adam: Adam
     weight_decay: Any
     mask: Any
-    scale: optax.GradientTransformation
+    scale: optax.GradientTransformationExtraArgs
     codec: MomentCodec
     master: Master | None
 
@@ -73,9 +73,11 @@ class AdamW:
         compensation = jax.tree.map(lambda p: master.zero(p, self.master), params)
         return (*state, MasterState(jnp.zeros([], jnp.int32), compensation))
 
-    def update(self, updates: Any, state: tuple[Any, ...], params: Any = None, **extra: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Updates for `optax.apply_updates`, float32, and the next state."""
-        directions, first = self.scale.update(updates, state[0], params)
+    def update(
+        self, updates: Any, state: tuple[Any, ...], params: Any = None, *, row: jax.Array | None = None, **extra: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Updates for `optax.apply_updates`, float32, and the next state; `row` as in `scale_by_coat_adam`."""
+        directions, first = self.scale.update(updates, state[0], params, row=row)
         if self.master is None:
             updates, rest = self.tail.update(directions, state[1:], params, **extra)
             return updates, (first, *rest)
@@ -93,7 +95,7 @@ class AdamW:
                 rows.append((change, None))
                 continue
             groups = groups_of(codecs.FLOAT32, change.shape)
-            elements = Leaf(name).elements(change.shape, groups, master.needs_noise(self.master))
+            elements = Leaf(name, row).elements(change.shape, groups, master.needs_noise(self.master))
             noise = groups.merge(elements.noise(Draw.MASTER, count)) if master.needs_noise(self.master) else None
             change, new = master.landing(value + change, weight.param, self.master, noise)
             rows.append((change, new.compensation))
@@ -121,8 +123,10 @@ class AdamW:
         new = (CoatAdamState(optax.safe_increment(state[0].count), mu, nu), *rest)
         return new if self.master is None else (*new, MasterState(optax.safe_increment(state[3].count), compensation))
 
-    def update_and_apply(self, grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The next parameters and the next state, in one pass over each leaf."""
+    def update_and_apply(
+        self, grads: Any, state: tuple[Any, ...], params: Any, *, row: jax.Array | None = None
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The next parameters and the next state, in one pass over each leaf; `row` as in `scale_by_coat_adam`."""
         tree, stepper = Named.of(params), self.stepper(state)
         nothing = tree.structure.unflatten([None] * len(tree.leaves))
         compensation = nothing if self.master is None else state[3].compensation
@@ -131,7 +135,7 @@ class AdamW:
         for name, param, rate, (grad, mu, nu, lack) in zip(
             tree.names, tree.leaves, self.rates(state, params), zip(*columns, strict=True), strict=True
         ):
-            weight, mu, nu = stepper.update(grad, mu, nu, Weight(param, lack), rate, Leaf(name))
+            weight, mu, nu = stepper.update(grad, mu, nu, Weight(param, lack), rate, Leaf(name, row))
             rows.append((*weight, mu, nu))
         params, compensation, mu, nu = tree.build(rows, 4)
         return params, self.advance(state, mu, nu, compensation)
@@ -155,7 +159,7 @@ class CoatAdamW(optax.GradientTransformationExtraArgs):
         return self
 
     @property
-    def update_and_apply(self) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    def update_and_apply(self) -> Callable[..., tuple[Any, Any]]:
         """(grads, state, params) -> (params, state), in one pass."""
         return self.parts.update_and_apply
 
@@ -174,7 +178,7 @@ def scale_by_coat_adam(
     quantize_filter: Sequence[str] | None = None,
     min_size: int = 4096,
     implementation: Implementation | str | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, `optax.scale_by_adam`, with moments stored by `codec` between steps.
 
         mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
@@ -192,7 +196,8 @@ def scale_by_coat_adam(
 
     Returns:
       A transformation with state `CoatAdamState`; updates are float32. Moments of zero decode to exactly zero. An element
-      whose gradient is not finite keeps its moments; the update shows it.
+      whose gradient is not finite keeps its moments; the update shows it. `update(..., row=i)` updates row i of stacked
+      leaves, given as stacks of one, as the update of the whole would: with the same groups and the same random bits.
 
     Raises:
       ValueError, TypeError: an argument that does not fit, when the transformation is made.
@@ -211,18 +216,20 @@ def scale_by_coat_adam(
             rows.append((zeros(leaf.shape, own.mu), zeros(leaf.shape, own.nu)))
         return CoatAdamState(jnp.zeros([], jnp.int32), *tree.build(rows, 2))
 
-    def update(updates: Any, state: CoatAdamState, params: Any = None) -> tuple[Any, CoatAdamState]:
-        del params
+    def update(
+        updates: Any, state: CoatAdamState, params: Any = None, *, row: jax.Array | None = None, **extra: Any
+    ) -> tuple[Any, CoatAdamState]:
+        del params, extra
         if not codec.quantizes:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
             return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
         tree, stepper = Named.of(updates), Stepper.at(state.count, adam, codec)
         columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
-        rows = [stepper.direction(grad, mu, nu, Leaf(name)) for name, grad, mu, nu in columns]
+        rows = [stepper.direction(grad, mu, nu, Leaf(name, row)) for name, grad, mu, nu in columns]
         directions, mu, nu = tree.build(rows, 3)
         return directions, CoatAdamState(optax.safe_increment(state.count), mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def coat_adamw(
