@@ -21,7 +21,7 @@ import numpy as np
 
 from coat_jax.quant.expansion import floor_ratio
 from coat_jax.quant.formats import TINY
-from coat_jax.quant.rounding import Rounding
+from coat_jax.quant.rounding import Rounding, to_bfloat16
 from coat_jax.quant.spec import QuantSpec
 
 Axes = tuple[int, ...]
@@ -74,7 +74,7 @@ def store_scale(scale: jax.Array, dtype: np.dtype) -> jax.Array:
     """scale as its stored dtype will read back, in float32 (an explicit rounding that no compiler removes)."""
     if dtype == np.float32:
         return scale
-    return jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
+    return to_bfloat16(scale)
 
 
 def scale_of(amax: jax.Array, spec: QuantSpec) -> jax.Array:

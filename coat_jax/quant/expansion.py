@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax.quant.formats import TINY, Format
+from coat_jax.quant.rounding import floor
 
 
 class Expansion(Protocol):
@@ -59,7 +60,7 @@ class PowerExpansion:
     def fit(self, ratio: jax.Array) -> jax.Array:
         """16 k for a group whose smallest non-zero ratio is `ratio`."""
         octaves = jnp.maximum(-jnp.log2(ratio), 1e-3)
-        return jnp.clip(jnp.floor(16.0 * math.log2(self.target) / octaves), 1.0, 255.0)
+        return jnp.clip(floor(16.0 * math.log2(self.target) / octaves), 1.0, 255.0)
 
     def expand(self, ratio: jax.Array, exponent: jax.Array | None, format: Format) -> jax.Array:
         """max * r^k."""
@@ -96,7 +97,7 @@ class LogRange:
 
     def fit(self, ratio: jax.Array) -> jax.Array:
         """4 L for a group whose smallest non-zero ratio is `ratio`."""
-        return jnp.clip(jnp.ceil(-4.0 * jnp.log2(ratio)), 1.0, 4 * self.octaves)
+        return jnp.clip(-floor(4.0 * jnp.log2(ratio)), 1.0, 4 * self.octaves)
 
     def expand(self, ratio: jax.Array, exponent: jax.Array | None, format: Format) -> jax.Array:
         """1 + (max - 1) (1 + log2(r) / L) = max + (max - 1) log2(r) / L, at least 1."""

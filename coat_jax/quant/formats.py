@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coat_jax.quant.rounding import floor
+
 TINY = float(np.finfo(np.float32).tiny)
 """Smallest normal float32, 2^-126. Magnitudes below it count as zero everywhere, as they do where the hardware flushes them."""
 
@@ -59,7 +61,7 @@ class Format:
             exponent = jax.lax.bitcast_convert_type(y, jnp.int32) & 0x7F800000  # y rounded down to a power of two
             power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
             ulp = jnp.maximum(power * 2.0**-self.mantissa_bits, self.tiny)
-        lower = jnp.floor(y / ulp) * ulp
+        lower = floor(y / ulp) * ulp
         return lower, jnp.minimum(lower + ulp, self.max)
 
 

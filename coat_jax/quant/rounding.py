@@ -16,6 +16,19 @@ class Rounding(enum.StrEnum):
     """Either neighbour, with probabilities such that the expected decoded value is the value itself."""
 
 
+def floor(x: jax.Array) -> jax.Array:
+    """The largest whole number <= x. (Kernels have `round` and no `floor`.)"""
+    near = jnp.round(x)
+    return jnp.where(near > x, near - 1.0, near)
+
+
+def to_bfloat16(x: jax.Array) -> jax.Array:
+    """float32 x at bfloat16's precision, to nearest even, by its bits: no compiler removes it, and kernels have it."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    near = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.uint32(0xFFFF0000)
+    return jnp.where(x == x, jax.lax.bitcast_convert_type(near, jnp.float32), x)
+
+
 def mix(x: jax.Array) -> jax.Array:
     """A bijective hash of uint32 values in which every input bit moves half of the output bits (a 32-bit finalizer)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)

@@ -1,0 +1,78 @@
+"""The one place that names Pallas: version differences, launching, the interpreter, and register layouts.
+
+Works with the Mosaic GPU backend of jax 0.10.2 to 0.12. Its interpreter came with 0.12.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SMS = 132
+"""Streaming multiprocessors of an H100 SXM and of an H200."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one streaming multiprocessor of Hopper gives its blocks."""
+
+can_interpret = hasattr(plgpu, "InterpretGPUParams")
+_LOAD_INDEX = () if "idx" not in inspect.signature(plgpu.load).parameters else ((),)
+
+
+def launch(body: Callable[..., None], out_types: Sequence[Any], scratch: Sequence[Any], grid: dict[str, int], **options: Any):
+    """A function of arrays or Refs that runs `body(*operand_refs, *result_refs, *scratch_refs)` over a grid.
+
+    Args:
+      body: kernel body; a Ref among the operands may be written as well as read, and then its array is updated in place.
+      out_types: `jax.ShapeDtypeStruct`s of the results.
+      scratch: shared memory and barriers.
+      grid: axis names and sizes.
+      options: `name` of the kernel in profiles; `interpret` runs it on the CPU.
+
+    Raises:
+      ValueError: `interpret` on a jax without the interpreter.
+    """
+    interpret = options.pop("interpret", False)
+    if interpret and not can_interpret:
+        raise ValueError(f"interpret: jax {jax.__version__} cannot interpret Mosaic GPU kernels; use jax 0.12, or plain XLA")
+    return pl.kernel(
+        lambda *refs: pl.run_scoped(lambda *scratch_refs: body(*refs, *scratch_refs), *scratch),
+        tuple(out_types),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        **options,
+    )
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Shared memory into registers, in a named layout."""
+    return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
+
+
+def _lanes_per_row(width: int) -> int:
+    """Lanes that share a row, four neighbours each: at most eight, so that a row's maximum is three shuffles."""
+    lanes = math.gcd(width, 32) // 4
+    if not lanes:
+        raise ValueError(f"group_map: groups of {width} elements; a kernel takes multiples of 4 (COAT: 16 and 128)")
+    return lanes
+
+
+def rows_per_warpgroup(width: int) -> int:
+    """Rows of a (rows, width) tile that four warps hold at a time."""
+    return 4 * 32 // _lanes_per_row(width)
+
+
+def rows_layout(width: int) -> Any:
+    """Registers of a (rows, width) tile in which a row lies in the lanes of one warp."""
+    lanes, rows = _lanes_per_row(width), rows_per_warpgroup(width)
+    tiling = plgpu.Tiling(((rows, 4 * lanes), (rows // 4, 4 * lanes), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def columns_layout() -> Any:
+    """Registers of a (size, columns) tile in which a column lies in four lanes of one warp; columns % 128 == 0."""
+    tiling = plgpu.Tiling(((4, 128), (4, 32), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)

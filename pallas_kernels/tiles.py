@@ -1,0 +1,88 @@
+"""How arrays of groups are cut into tiles: shapes, places, register layouts, and what the copy engine asks of them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.backend import pl
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tiles of whole groups.
+
+    Attributes:
+      axis: -1, arrays are (groups, width) and (groups,); or -2, arrays are (groups, size, columns) and (groups, columns).
+      extent: groups (axis -1) or columns (axis -2) in one tile.
+    """
+
+    axis: int
+    extent: int
+
+    @classmethod
+    def of(cls, axis: int, operands: tuple[Any, ...]) -> "Tiles":
+        """The tile for a function of `operands`: 8192 elements, 4096 where there are many operands to hold in registers."""
+        widths = [a.shape[-1] if axis == -1 else a.shape[-2] for a in operands if a.ndim == 1 - axis]
+        elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 4096
+        if axis == -2:
+            return cls(axis, 256 if max(widths) * 256 <= elements else 128)
+        least = max(backend.rows_per_warpgroup(width) for width in widths)
+        return cls(axis, min(256, max(least, elements // max(widths) // least * least)))
+
+    def count(self, shape: Shape) -> int:
+        """Number of tiles of an operand."""
+        return -(-shape[0] // self.extent) if self.axis == -1 else shape[0] * -(-shape[-1] // self.extent)
+
+    def shape(self, array: Shape) -> Shape:
+        """Shape of one tile of an array."""
+        return (self.extent, *array[1:]) if self.axis == -1 else (*array[1:-1], self.extent)
+
+    def whole(self, tile: Shape, operand: Shape) -> Shape:
+        """Shape of the array whose tiles are `tile`, with as many groups as `operand`: the inverse of `shape`."""
+        return (operand[0], *tile[1:]) if self.axis == -1 else (operand[0], *tile[:-1], operand[-1])
+
+    def at(self, tile: jax.Array, ref: Any) -> Any:
+        """The part of a reference that tile number `tile` covers; beyond the end, loads give zeros and stores do nothing."""
+        if self.axis == -1:
+            return ref.at[pl.ds(tile * self.extent, self.extent)]
+        across = -(-ref.shape[-1] // self.extent)
+        columns = pl.ds((tile % across) * self.extent, self.extent)
+        return ref.at[tile // across, :, columns] if len(ref.shape) == 3 else ref.at[tile // across, columns]
+
+    def numbers(self, tile: jax.Array, shape: Shape, columns: jax.Array | int) -> jax.Array:
+        """uint32 row-major number of every element of a tile (shape) in its operand, which has `columns` columns."""
+        rows, across = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
+        if self.axis == -1:
+            row, column = tile * self.extent, jnp.int32(0)
+        else:
+            tiles = (columns + self.extent - 1) // self.extent
+            row, column = (tile // tiles) * shape[0], (tile % tiles) * self.extent
+        row, column, columns = (jnp.asarray(x, jnp.int32).astype(jnp.uint32) for x in (row, column, columns))
+        return (row + rows) * columns + (column + across)
+
+    def load(self, ref: Any, values: Shape) -> jax.Array:
+        """A tile from shared memory; `values` is the shape of the tile of values that per-group numbers belong to."""
+        if self.axis == -2:
+            layout = backend.columns_layout()
+        else:
+            layout = backend.rows_layout(ref.shape[1] if len(ref.shape) == 2 else values[1])
+        return backend.load(ref, layout if len(ref.shape) == 2 else layout.reduce(self.axis % 2))
+
+    @staticmethod
+    def pad(array: jax.Array, axis: int) -> jax.Array:
+        """The operand with groups in eights, or columns in 128s, as the copy engine wants them. Most have; else this copies."""
+        place, multiple = (0, 8) if axis == -1 else (array.ndim - 1, 128)
+        short = -array.shape[place] % multiple
+        return jnp.pad(array, [(0, short if i == place else 0) for i in range(array.ndim)]) if short else array
+
+    @staticmethod
+    def crop(result: jax.Array, operand: jax.Array, axis: int) -> jax.Array:
+        """The result without what `pad` added to the operand."""
+        if axis == -1:
+            return result if result.shape[0] == operand.shape[0] else result[: operand.shape[0]]
+        return result if result.shape[-1] == operand.shape[-1] else result[..., : operand.shape[-1]]
