@@ -30,7 +30,8 @@ class Hyper(NamedTuple):
 
     Attributes:
       count: int32, the step, from 1.
-      correction_mu, correction_nu: 1 - b1^count and 1 - b2^count.
+      correction_mu, correction_nu: 1 / (1 - b1^count) and 1 / (1 - b2^count), factors: whether XLA turns a quotient into a
+        product depends on how many leaves it sees.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -46,7 +47,7 @@ class Hyper(NamedTuple):
         """The scalars of step `count` (already incremented)."""
         b1, b2, eps, eps_root = (jnp.asarray(value, jnp.float32) for value in (b1, b2, eps, eps_root))
         t = count.astype(jnp.float32)
-        return cls(count, b1, b2, eps, eps_root, 1 - b1**t, 1 - b2**t)
+        return cls(count, b1, b2, eps, eps_root, 1 / (1 - b1**t), 1 / (1 - b2**t))
 
     def rounded(self, product: jax.Array) -> jax.Array:
         """The same number, float32, behind a bit operation that no compiler sees through.
@@ -145,7 +146,7 @@ def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moment
     """
     mu = hyper.rounded(hyper.b1 * old.mu) + hyper.rounded((1 - hyper.b1) * grad)
     nu = hyper.rounded(hyper.b2 * old.nu) + hyper.rounded((1 - hyper.b2) * grad * grad)
-    direction = (mu / hyper.correction_mu) / (jnp.sqrt(nu / hyper.correction_nu + hyper.eps_root) + hyper.eps)
+    direction = (mu * hyper.correction_mu) / (jnp.sqrt(nu * hyper.correction_nu + hyper.eps_root) + hyper.eps)
     finite = jnp.isfinite(nu)
     return direction, Moments(jnp.where(finite, mu, old.mu), jnp.where(finite, nu, old.nu))
 

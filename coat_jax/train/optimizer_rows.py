@@ -74,6 +74,8 @@ class RowOptimizer:
           row: where the leaves are row i of stacked ones, i: stochastic rounding numbers elements by their place in the whole.
         """
         extra = {} if row is None else {"row": row}
+        # The update is compiled by itself, whatever made its inputs: fused with that, XLA may round otherwise.
+        grads, state, params = jax.lax.optimization_barrier((grads, state, params))
         if hasattr(self.tx, "update_and_apply"):
             return self.tx.update_and_apply(grads, state, params, **extra)
         updates, state = optax.with_extra_args_support(self.tx).update(grads, state, params, **extra)
