@@ -137,7 +137,8 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
     if spec.keep_nonzero:
         y = jnp.maximum(y, spec.format.tiny)
     y = round_to_codes(y, ratio, spread_exponent, spec, noise, idle)
-    y = jnp.where(jnp.isnan(ratio), ratio, jnp.where(nonzero, y, 0.0))
+    # 0 y and not the constant 0, which JAX's scan would compute before its loop and keep: a float32 array of x's size.
+    y = jnp.where(jnp.isnan(ratio), ratio, jnp.where(nonzero, y, 0.0 * y))
     payload = spec.format.cast(jnp.where(x < 0, -y, y))
     stored = None if exponent is None else exponent.astype(jnp.int32).astype(jnp.uint8)
     return Codes(payload, scale.astype(spec.scale_dtype), stored)
