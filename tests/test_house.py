@@ -7,13 +7,16 @@ Floors go up; an import goes down or stays on its floor, and never round in a ci
 """
 
 import ast
+import doctest
 import functools
+import importlib
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from conftest import HAS_DEMO
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
@@ -240,3 +243,23 @@ def test_every_public_name_exists():
     assert "flax" in loaded(
         f"import coat_jax\nfor name in {names}: getattr(coat_jax, name)\nassert set(dir(coat_jax)) >= set({names})"
     )
+
+
+def test_an_unknown_name_is_refused():
+    import coat_jax
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = coat_jax.nothing
+
+
+NEED_DEMO = ("coat_jax.cli", "coat_jax.train", "coat_jax.plan")
+WITH_EXAMPLES = [
+    module for module, path in PATHS.items() if ">>>" in path.read_text() and (HAS_DEMO or not module.startswith(NEED_DEMO))
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples_in_docstrings_run(module):
+    options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    result = doctest.testmod(importlib.import_module(module), optionflags=options)
+    assert result.attempted and not result.failed
