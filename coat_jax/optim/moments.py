@@ -17,9 +17,12 @@ from coat_jax.optim import master
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.master import Master, Weight
 from coat_jax.quant import QuantSpec, Rounding, rounding
-from coat_jax.quant.codec import Axes
+from coat_jax.quant.codec import Axes, Idle
 from coat_jax.quant.codec import decode as decode_groups
 from coat_jax.quant.codec import encode as encode_groups
+
+FADING = 2.0**-16
+"""How far under its group's amax a momentum that only decays still widens the range: where COAT's k is about 1."""
 
 Stored = Any
 """A moment as it is kept: `Codes`, or a float32 array where the codec's spec is None."""
@@ -119,24 +122,24 @@ def encode(moments: Moments, codec: MomentCodec, axes: Axes, still: jax.Array, c
 
     Args:
       moments: float32, finite.
-      still: which elements had a gradient of exactly 0. Their mu, and when that has gone their nu, only decays: they do not
-        widen the range of their group, and mu is rounded towards zero, which it reaches in some tens of steps.
+      still: which elements had a gradient of exactly 0. Their mu only decays; it is rounded towards zero, which it reaches in
+        some tens of steps, and from then on their nu does not widen the range of its group: live elements do not blur.
       count: the step.
       elements: for stochastic rounding.
     """
 
-    def store(x: jax.Array, spec: QuantSpec | None, use: Draw, idle: jax.Array) -> Stored:
+    def store(x: jax.Array, spec: QuantSpec | None, use: Draw, idle: Idle) -> Stored:
         if spec is None:
             return x
         noise = elements.noise(use, count, codec.antithetic) if spec.rounding is Rounding.STOCHASTIC else None
         return encode_groups(x, spec, axes, noise, idle)
 
-    nu = store(moments.nu, codec.nu, Draw.NU, moments.mu == 0)
+    nu = store(moments.nu, codec.nu, Draw.NU, Idle(moments.mu == 0, 1.0))
     mu = moments.mu
     if codec.relative:
         read = _load(nu, codec.nu, axes)
         mu = jnp.where(read > 0, mu * jax.lax.rsqrt(jnp.where(read > 0, read, 1.0)), 0.0)
-    return Moments(store(mu, codec.mu, Draw.MU, still), nu)
+    return Moments(store(mu, codec.mu, Draw.MU, Idle(still, FADING)), nu)
 
 
 def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moments]:

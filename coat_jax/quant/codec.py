@@ -26,8 +26,17 @@ from coat_jax.quant.spec import QuantSpec
 
 Axes = tuple[int, ...]
 
-IDLE_RATIO = 2.0**-16
-"""How far under its group's amax an idle element still widens the range: where COAT's k is about 1, plain scaling's."""
+
+class Idle(NamedTuple):
+    """Elements that only decay.
+
+    Attributes:
+      mask: which they are.
+      reach: how far under its group's amax, as a ratio, an idle element still widens the range; 1 for not at all.
+    """
+
+    mask: jax.Array
+    reach: float
 
 
 class Codes(NamedTuple):
@@ -56,17 +65,17 @@ def group_amin(x: jax.Array, axes: Axes) -> jax.Array:
     return jnp.min(jnp.where(a >= TINY, a, jnp.inf), axis=axes, initial=jnp.inf)
 
 
-def smallest_ratio(x: jax.Array, amax: jax.Array, axes: Axes, idle: jax.Array | None) -> jax.Array:
+def smallest_ratio(x: jax.Array, amax: jax.Array, axes: Axes, idle: Idle | None) -> jax.Array:
     """The ratio to amax that a group's exponent is fitted to: of its smallest non-zero element.
 
-    Idle elements count down to `IDLE_RATIO`, so that they fade without costing live ones more than plain scaling would. Where
-    no element is live all count: one step without a gradient must not squeeze a group into the range of its amax.
+    Idle elements count down to their reach, so that they fade without costing live ones much. Where no element is live all
+    count: one step without a gradient must not squeeze a group into the range of its amax.
     """
     smallest = floor_ratio(group_amin(x, axes), amax)
     if idle is None:
         return smallest
-    live = group_amin(jnp.where(idle, 0.0, x), axes)
-    bounded = jnp.minimum(floor_ratio(live, amax), jnp.maximum(smallest, IDLE_RATIO))
+    live = group_amin(jnp.where(idle.mask, 0.0, x), axes)
+    bounded = jnp.minimum(floor_ratio(live, amax), jnp.maximum(smallest, idle.reach))
     return jnp.where(live < jnp.inf, bounded, smallest)
 
 
@@ -90,7 +99,7 @@ def round_to_codes(
     exponent: jax.Array | None,
     spec: QuantSpec,
     noise: jax.Array | None = None,
-    idle: jax.Array | None = None,
+    idle: Idle | None = None,
 ) -> jax.Array:
     """Magnitudes y in the code domain, which stand for `ratio`, each moved to one that the format represents.
 
@@ -98,7 +107,7 @@ def round_to_codes(
     in the linear domain, so that the expectation of what is decoded is what was encoded.
     """
     if spec.rounding is Rounding.NEAREST:
-        return y if idle is None else jnp.where(idle, spec.format.floor(jnp.minimum(y, spec.format.max))[0], y)
+        return y if idle is None else jnp.where(idle.mask, spec.format.floor(jnp.minimum(y, spec.format.max))[0], y)
     assert noise is not None
     lower, upper = spec.format.floor(jnp.minimum(y, spec.format.max))
     if spec.expansion is None:
@@ -110,7 +119,7 @@ def round_to_codes(
     return jnp.where(noise * (high - low) < ratio - low, upper, lower)
 
 
-def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = None, idle: jax.Array | None = None) -> Codes:
+def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = None, idle: Idle | None = None) -> Codes:
     """Codes of the groups that lie along `axes` of x.
 
     Args:
