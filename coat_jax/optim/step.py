@@ -1,5 +1,6 @@
 """One step of one leaf: arrays as they are kept on one side, group math on the other."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,29 @@ def merge(stored: Any, groups: Groups, spec: QuantSpec | None) -> Any:
     return groups.merge(stored) if spec is None else merge_codes(stored, groups, spec, FLOAT)
 
 
+ROWS_APART = 2**24
+"""Elements from which on a leaf that stacks layers is updated row by row, so that temporaries are those of one row."""
+
+
+def is_stack(grad: jax.Array, leaf: Leaf) -> bool:
+    """Whether a leaf is updated row by row of its first axis."""
+    return leaf.row is None and grad.ndim > 2 and grad.size >= ROWS_APART
+
+
+def in_rows(step: Callable[[jax.Array, Any, Leaf], Any], grad: jax.Array, kept: Any, leaf: Leaf) -> Any:
+    """step(grad, kept, leaf) taken for one row of the first axis after another, with the bits of the whole.
+
+    `kept`, what the step returns anew, is written in place.
+    """
+
+    def row(i: jax.Array, kept: Any) -> Any:
+        here = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), (grad, kept))
+        new = step(*here, Leaf(leaf.name, i))
+        return jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, i, 0), kept, new)
+
+    return jax.lax.fori_loop(0, grad.shape[0], row, kept)
+
+
 class Adam(NamedTuple):
     """Adam's numbers as they were given: Python floats, or arrays where a schedule drives them."""
 
@@ -104,11 +128,18 @@ class Stepper(NamedTuple):
 
     def direction(self, grad: jax.Array, mu: Any, nu: Any, leaf: Leaf) -> tuple[jax.Array, Any, Any]:
         """The update direction of a leaf (float32), and its mu and nu to keep."""
+        if is_stack(grad, leaf):
+            start = (jnp.zeros(grad.shape, FLOAT), mu, nu)
+            return in_rows(lambda grad, kept, leaf: self.direction(grad, *kept[1:], leaf), grad, start, leaf)
         groups, _, direction, mu, nu = self._moments(grad, mu, nu, leaf)
         return groups.merge(direction), mu, nu
 
     def update(self, grad: jax.Array, mu: Any, nu: Any, weight: Weight, rate: Rate, leaf: Leaf) -> tuple[Weight, Any, Any]:
         """The next weight of a leaf, and its mu and nu to keep, in one pass."""
+        if is_stack(grad, leaf):
+            return in_rows(
+                lambda grad, kept, leaf: self.update(grad, *kept[1:], kept[0], rate, leaf), grad, (weight, mu, nu), leaf
+            )
         groups, elements, direction, mu, nu = self._moments(grad, mu, nu, leaf)
         old = jax.tree.map(groups.split, weight)
         new = moments.update_weight(old, direction, self.master, rate, self.hyper, elements)
