@@ -2,6 +2,7 @@
 
 import enum
 import functools
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -64,7 +65,7 @@ class Layer(nn.Module):
     """One layer: attention, then SwiGLU, each behind an RMSNorm and added to what came in."""
 
     config: llama.Config
-    attention: str | None
+    attention: Literal["cudnn"] | None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -94,7 +95,7 @@ class Llama(nn.Module):
 
     config: llama.Config
     remat: Remat = Remat.NONE
-    attention: str | None = None
+    attention: Literal["cudnn"] | None = None
 
     def setup(self) -> None:
         """Declares the submodules."""

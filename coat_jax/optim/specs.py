@@ -33,15 +33,15 @@ def state_specs(state: Any, params: Any, specs: Any, mesh: Mapping[str, int]) ->
       >>> state_specs(state, params, {"kernel": P(None, "fsdp")}, {"fsdp": 8})[0].mu["kernel"].scale
       PartitionSpec(None, 'fsdp')
     """
-    treedef = jax.tree.structure(params)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    leaves, treedef = jax.tree.flatten(params)
+    shapes = [leaf.shape for leaf in leaves]
 
     def is_moment(node: Any) -> bool:
         return isinstance(node, QuantizedArray)
 
     def like_params(node: Any) -> bool:
         leaves, structure = jax.tree.flatten(node, is_leaf=is_moment)
-        return structure == treedef and [getattr(leaf, "shape", None) for leaf in leaves] == shapes
+        return bool(structure == treedef) and [getattr(leaf, "shape", None) for leaf in leaves] == shapes
 
     def place(node: Any) -> Any:
         if not like_params(node):
