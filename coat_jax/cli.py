@@ -52,12 +52,14 @@ def _typed() -> str:
 @app.command()
 def plan(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A preset, as llama2-7b.")] = None,
+    *,
     gpus: Annotated[int, typer.Option(help="GPUs that share the step, fully sharded, 1 to 64.")] = 1,
     device: Annotated[str, typer.Option(help="h100, h200, or a JSON file that describes another.")] = "h100",
     batch: Annotated[int | None, typer.Option(help="Sequences of a step over all GPUs [one for each].")] = None,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
     recipe: Annotated[str, typer.Option(help="lean, coat, bf16, or plain for plain Flax.")] = "lean",
     codec: Annotated[str, typer.Option(help="Moments: coat, log_relative, ..., or optax for optax.adamw.")] = "coat",
+    master: Annotated[str | None, typer.Option(help="bf16+8, bf16+16 or bf16-stochastic [none].")] = None,
     remat: Annotated[str, typer.Option(help="none, layer, or dots (with plain).")] = "none",
     fused: Annotated[bool, typer.Option("--fused", help="Update each layer inside the backward pass.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Every combination worth comparing, sorted by peak.")] = False,
@@ -72,10 +74,10 @@ def plan(
 
     if model is None:
         raise ValueError("plan: no MODEL; give a preset such as llama2-7b")
-    setting = Setting(model, recipe, codec, remat, fused, gpus if batch is None else batch, seq, gpus, device)
+    setting = Setting(model, recipe, codec, master, remat, fused, gpus if batch is None else batch, seq, gpus, device)
     output = command.Output(json, plot, reserve)
     try:
-        rows = command.run(setting, compare=compare, fit=fit, output=output, command=shlex.join(["coat-jax", *sys.argv[1:]]))
+        rows = command.run(setting, compare=compare, fit=fit, output=output, command=_typed())
     except PlanError as error:
         print(f"coat-jax: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

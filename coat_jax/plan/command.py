@@ -4,7 +4,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,8 +19,9 @@ from coat_jax.train.provenance import compact, provenance
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc-cu12")
 
 LEFT_OUT = (
-    "GiB per GPU, compiled: XLA's plan for the device, not a measurement. It leaves out the CUDA context, workspaces of cuBLAS "
-    "and NCCL, and fragmentation. Tokens per second are modelled: a roofline, a bound from above."
+    "Compiled: XLA's plan for the device, not a measurement. It leaves out the CUDA context, workspaces of cuBLAS and NCCL, "
+    "and fragmentation. redone: share of the needed operations that is done twice. k tok/s: thousands of tokens per second and "
+    "GPU, modelled, a bound from above."
 )
 
 
@@ -62,6 +62,9 @@ class Output:
     def show(self, rows: Sequence[Row], command: str) -> None:
         """The table, then the files."""
         self.console.print(table(rows, self.reserve_bytes))
+        for row in rows:
+            if len(rows) == 1 or row.error is not None:
+                self.console.print(details(row), highlight=False)
         self.console.print(LEFT_OUT, style="dim")
         document = provenance(command, PACKAGES) | {"rows": [row.to_json(self.reserve_bytes) for row in rows]}
         if self.json == "-":
@@ -122,23 +125,35 @@ def fitted(row: Row, plan: Callable[[Setting], Row], reserve_bytes: int) -> Row:
 
 
 def table(rows: Sequence[Row], reserve_bytes: int) -> Table:
-    """The rows for people."""
+    """The rows for people; GiB."""
     first = rows[0].setting
     gpus = f"{first.gpus} x {first.device}" if first.gpus > 1 else f"one {first.device}"
-    shown = Table(title=f"{first.model}, {gpus}, batch {first.batch}, sequence {first.seq}", title_justify="left")
+    title = f"{first.model}, {gpus}, batch {first.batch}, sequence {first.seq}; GiB per GPU"
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
     shown.add_column("step", no_wrap=True)
-    for name in ("peak", "arguments", "temporaries", "kept", "fits", "FP8 / other products", "recomputed", "k tokens/s"):
-        shown.add_column(name, justify="right")
     with_batch = any(row.largest_batch is not None for row in rows)
-    if with_batch:
-        shown.add_column("largest batch", justify="right")
-    for row in rows:
+    names = ["peak", "arguments", "temps", "fits", "redone", "k tok/s", *["fits batch"] * with_batch]
+    for name in names:
+        shown.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: row.error is not None):
         if row.error is not None:
-            shown.add_row(row.setting.label, row.error, style="red")
+            shown.add_row(row.setting.label, "does not compile", *[""] * (len(names) - 1), style="red")
             continue
-        sizes = [f"{n / GIB:.1f}" for n in (row.peak_bytes, row.argument_bytes, row.temp_bytes, row.kept_bytes)]
-        others = sum(n for kind, n in row.products.items() if kind != "f8" and not kind.startswith("attention"))
-        cells: list[Any] = [row.setting.label, *sizes, "yes" if row.fits(reserve_bytes) else "no"]
-        cells += [f"{row.products.get('f8', 0)} / {others}", f"{row.recomputed:.1%}", f"{row.tokens_per_second / 1000:.1f}"]
-        shown.add_row(*cells, *([str(row.largest_batch)] if with_batch else []))
+        sizes = [f"{n / GIB:.1f}" for n in (row.peak_bytes, row.argument_bytes, row.temp_bytes)]
+        cells = [*sizes, "yes" if row.fits(reserve_bytes) else "no", f"{row.recomputed:.1%}"]
+        cells += [f"{row.tokens_per_second / 1000:.1f}", *[str(row.largest_batch)] * with_batch]
+        shown.add_row(row.setting.label, *cells)
     return shown
+
+
+def details(row: Row) -> str:
+    """Products, exchanges and what is kept, of one row, a line each."""
+    if row.error is not None:
+        return f"{row.setting.label}: {row.error}"
+    products = ", ".join(f"{n} {kind}" for kind, n in sorted(row.products.items()))
+    lines = [f"products in the program: {products}", f"kept for the backward pass: {row.kept_bytes / GIB:.1f} GiB"]
+    if row.collective_bytes:
+        largest_first = sorted(row.collective_bytes.items(), key=lambda item: -item[1])
+        exchanges = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in largest_first)
+        lines.append(f"exchanged in a step, GiB: {exchanges}")
+    return "\n".join(lines)

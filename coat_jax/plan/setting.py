@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from coat_jax import recipes
 from coat_jax.models import llama
 from coat_jax.models.plain import Remat
-from coat_jax.optim import codecs
+from coat_jax.optim import Master, codecs
 from coat_jax.plan import devices
 
 
@@ -30,6 +30,7 @@ class Setting:
       model: a preset of `coat_jax.models.llama`.
       recipe: "coat", "lean", "bf16", or "plain" for plain Flax.
       codec: a name of `coat_jax.codecs`, or "optax" for `optax.adamw`.
+      master: how bf16 parameters keep small updates: a `coat_jax.optim.Master`, or None.
       remat: "none"; "layer": each layer is computed again from its input; "dots" (plain only): all but weight products.
       fused: each layer is updated inside the backward pass.
       batch: sequences of one step, over all GPUs.
@@ -45,6 +46,7 @@ class Setting:
     model: str
     recipe: str = "lean"
     codec: str = "coat"
+    master: str | None = None
     remat: str = "none"
     fused: bool = False
     batch: int = 1
@@ -70,6 +72,9 @@ class Setting:
             raise ValueError(f"gpus={self.gpus}; one plan covers up to 64")
         if self.batch % self.gpus:
             raise ValueError(f"batch={self.batch} sequences do not divide over gpus={self.gpus}; use a multiple of {self.gpus}")
+        Master.resolve(self.master)
+        if self.master is not None and self.codec == Baseline.OPTAX:
+            raise ValueError(f"master={self.master!r} is kept by this library's optimizer; codec='optax' has none")
         if self.fused and (self.recipe == Baseline.PLAIN or self.codec == Baseline.OPTAX):
             raise ValueError("fused updates layers with this library's recipes and codecs; not with 'plain' or 'optax'")
 
@@ -102,4 +107,5 @@ class Setting:
         if self.recipe == Baseline.PLAIN:
             parts = ["BF16, optax.adamw" if self.codec == Baseline.OPTAX else f"BF16, {self.codec} moments"]
         parts += {Remat.DOTS: ["dots policy"], Remat.LAYER: ["full remat"]}.get(Remat(self.remat), [])
+        parts += [f"{self.master} masters"] if self.master else []
         return ", ".join(parts + ["fused"] * self.fused)

@@ -16,7 +16,8 @@ from coat_jax.plan.compile import compile_for
 from coat_jax.plan.program import Program
 from coat_jax.plan.setting import Baseline, Setting
 from coat_jax.train.llama_parts import parts_of_llama
-from coat_jax.train.step import fused_step
+from coat_jax.train.optimizer_rows import RowOptimizer
+from coat_jax.train.step import fused_step, ordinary_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,43 +52,48 @@ def optimizer(setting: Setting) -> optax.GradientTransformation:
     """AdamW as Llama 2 was trained: b1 0.9, b2 0.95, weight decay 0.1."""
     if setting.codec == Baseline.OPTAX:
         return optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
-    return coat_adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1, codec=codecs.named(setting.codec))
+    kept = codecs.named(setting.codec)
+    return coat_adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1, codec=kept, master=setting.master)
 
 
-def model_of(setting: Setting) -> Any:
-    """The Flax module."""
-    if setting.recipe == Baseline.PLAIN:
-        return plain.Llama(setting.config, plain.Remat(setting.remat), "cudnn")
-    return llama.Llama(setting.config, recipes.named(setting.recipe))
+@dataclasses.dataclass(frozen=True)
+class PlainStep:
+    """The step that everyone writes: all gradients, then the optimizer."""
+
+    model: plain.Llama
+    tx: optax.GradientTransformation
+
+    def init(self, params: Any) -> Any:
+        """The optimizer's state."""
+        return self.tx.init(params)
+
+    def __call__(self, params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """One step."""
+
+        def loss(params):
+            return self.model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:], method=self.model.loss)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return *RowOptimizer.of(self.tx, state).apply_in_rows("layers", grads, state, params), value
 
 
 def training_step(setting: Setting) -> Step:
     """The step that `setting` describes."""
-    model, tx = model_of(setting), optimizer(setting)
+    tx = optimizer(setting)
     tokens = jax.ShapeDtypeStruct((setting.batch, setting.seq + 1), jnp.int32)
-    # cuDNN's attention takes no arrays of the CPU's; parameters are the same without it.
-    declared = plain.Llama(setting.config) if setting.recipe == Baseline.PLAIN else model
-    params = jax.eval_shape(lambda: declared.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"])
     step: Any
-    if setting.fused:
-        step = fused_step(parts_of_llama(model), tx)
-        state = jax.eval_shape(step.init, params)
+    if setting.recipe == Baseline.PLAIN:
+        model: Any = plain.Llama(setting.config, plain.Remat(setting.remat), "cudnn")
+        # cuDNN's attention takes no arrays of a CPU; parameters are the same without it.
+        declared: Any = plain.Llama(setting.config)
+        step = PlainStep(model, tx)
     else:
-        step, state = _ordinary(model, tx), jax.eval_shape(tx.init, params)
+        remat = "layer" if setting.remat == plain.Remat.LAYER else None
+        model = declared = llama.Llama(setting.config, recipes.named(setting.recipe), remat=remat)
+        make = fused_step if setting.fused else ordinary_step
+        step = make(parts_of_llama(model), tx)
+    params = jax.eval_shape(lambda: declared.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"])
+    state = jax.eval_shape(step.init, params)
     placed = fsdp_specs(params, setting.gpus)
     moments = state_specs(state, params, placed, {"fsdp": setting.gpus})
     return Step(step, (params, state, tokens), (placed, moments, batch_spec()))
-
-
-def _ordinary(model: Any, tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """The step that everyone writes: gradients of all parameters, then the optimizer."""
-
-    def step(params, state, tokens):
-        def loss(params):
-            return model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:], method=model.loss)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
