@@ -17,8 +17,9 @@ test: $(VENV)/.installed-test
 
 # One stamp for each set of extras; installed in place, so that the sources are read from here.
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
-	touch $@
+	@echo "installing into $(VENV), a minute or two"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one or name it: make PYTHON=/path/to/python3"; exit 2; }

@@ -115,6 +115,16 @@ def test_nan_stops_the_run_and_writes_what_was_measured(diverging, tmp_path):
     assert (tmp_path / report.PNG_NAME).exists()
 
 
+def test_interrupt_writes_what_was_measured(diverging, tmp_path, monkeypatch):
+    def batches(self, batch, seed):
+        yield from [np.zeros((8, 129), np.int32)] * 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare.text.Windows, "batches", batches)
+    assert main(["compare", "--steps", "4", "--out", str(tmp_path)]) == 130
+    assert json.loads((tmp_path / report.JSON_NAME).read_text())["arms"]["bf16"]["losses"] == [10.0, 9.0]
+
+
 def test_nan_is_one_line_and_status_one(diverging, tmp_path, capsys):
     assert main(["compare", "--steps", "4", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err.splitlines() == [

@@ -2,7 +2,7 @@
 
 import enum
 import functools
-from typing import Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -65,7 +65,7 @@ class Layer(nn.Module):
     """One layer: attention, then SwiGLU, each behind an RMSNorm and added to what came in."""
 
     config: llama.Config
-    attention: Literal["cudnn"] | None
+    attention: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -95,7 +95,7 @@ class Llama(nn.Module):
 
     config: llama.Config
     remat: Remat = Remat.NONE
-    attention: Literal["cudnn"] | None = None
+    attention: str | None = None
 
     def setup(self) -> None:
         """Declares the submodules."""

@@ -92,8 +92,8 @@ def in_rows(step: Callable[[jax.Array, Any, Leaf], Any], grad: jax.Array, kept: 
     """
 
     def row(i: jax.Array, kept: Any) -> Any:
-        here = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), (grad, kept))
-        new = step(*here, Leaf(leaf.name, i))
+        here, kept_here = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), (grad, kept))
+        new = step(here, kept_here, Leaf(leaf.name, i))
         return jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, i, 0), kept, new)
 
     return jax.lax.fori_loop(0, grad.shape[0], row, kept)
@@ -130,7 +130,7 @@ class Stepper(NamedTuple):
         """The update direction of a leaf (float32), and its mu and nu to keep."""
         if is_stack(grad, leaf):
             start = (jnp.zeros(grad.shape, FLOAT), mu, nu)
-            return in_rows(lambda grad, kept, leaf: self.direction(grad, *kept[1:], leaf), grad, start, leaf)
+            return in_rows(lambda grad, kept, leaf: self.direction(grad, kept[1], kept[2], leaf), grad, start, leaf)
         groups, _, direction, mu, nu = self._moments(grad, mu, nu, leaf)
         return groups.merge(direction), mu, nu
 
@@ -138,7 +138,7 @@ class Stepper(NamedTuple):
         """The next weight of a leaf, and its mu and nu to keep, in one pass."""
         if is_stack(grad, leaf):
             return in_rows(
-                lambda grad, kept, leaf: self.update(grad, *kept[1:], kept[0], rate, leaf), grad, (weight, mu, nu), leaf
+                lambda grad, kept, leaf: self.update(grad, kept[1], kept[2], kept[0], rate, leaf), grad, (weight, mu, nu), leaf
             )
         groups, elements, direction, mu, nu = self._moments(grad, mu, nu, leaf)
         old = jax.tree.map(groups.split, weight)

@@ -42,7 +42,7 @@ def run(
 
     Raises:
       ValueError: text that is missing or too small, or an `out` that is a file.
-      DivergedError: a loss that is not finite; what was measured until then is written first.
+      DivergedError: a loss that is not finite. What was measured until then is written first, as it is on an interrupt.
     """
     console = console or Console()
     if out.exists() and not out.is_dir():
@@ -55,8 +55,9 @@ def run(
     results["arms"] = {name: {"losses": [], "step_seconds": []} for name in settings.arms}
     try:
         _train(trainers, settings, corpus, results["arms"], console)
-    except DivergedError as error:
-        results["diverged"] = {"arm": error.arm, "step": error.step, "loss": str(error.loss)}
+    except (DivergedError, KeyboardInterrupt) as error:
+        if isinstance(error, DivergedError):
+            results["diverged"] = {"arm": error.arm, "step": error.step, "loss": str(error.loss)}
         report.write(results, out)
         raise
     with console.status("reading the compiled programs"):
@@ -99,11 +100,11 @@ def _train(
             progress.update(task, advance=1, loss=f"loss: {losses}")
         progress.update(task, description="validating")
         held_out = text.Windows(corpus.validation, settings.seq).batches(settings.batch, settings.seed)
-        batches = list(itertools.islice(held_out, settings.validation_batches))
+        validation = list(itertools.islice(held_out, settings.validation_batches))
         for name, trainer in trainers.items():
             arm = results[name]
             arm["training_loss"] = statistics.fmean(arm["losses"][-max(1, settings.steps // 10) :])
-            arm["validation_loss"] = trainer.evaluate(params[name], batches)
+            arm["validation_loss"] = trainer.evaluate(params[name], validation)
             arm["seconds_per_step"] = statistics.median(arm["step_seconds"])
 
 

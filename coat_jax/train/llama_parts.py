@@ -1,5 +1,7 @@
 """This library's Llama as `Parts`."""
 
+from typing import Any
+
 import jax
 
 from coat_jax.models import llama
@@ -23,13 +25,13 @@ def parts_of_llama(model: llama.Llama) -> Parts:
     """
     layer = llama.Layer(**llama.layer_options(model.config, model.recipe), input_only=model.remat == "layer")
 
-    def embed(outer: Params, batch: Batch) -> jax.Array:
+    def embed(outer: Params, batch: Batch) -> Any:
         return model.apply({"params": outer}, batch[:, :-1], method=lambda module, tokens: module.embed(tokens))
 
     def apply_layer(row: Params, x: jax.Array, batch: Batch) -> jax.Array:
         return layer.apply({"params": row}, x)[0]
 
-    def loss(outer: Params, x: jax.Array, batch: Batch) -> jax.Array:
+    def loss(outer: Params, x: jax.Array, batch: Batch) -> Any:
         return model.apply({"params": outer}, x, batch[:, 1:], method=model.head_loss)
 
     return Parts(embed, apply_layer, loss)

@@ -35,11 +35,6 @@ class RowOptimizer:
         """fn on every per-parameter field, the other leaves from the first state."""
         return jax.tree.map(lambda mark, a, *b: fn(a, *b) if mark else a, self.per_parameter, state, *others)
 
-    def _per_parameter(self, state: Any) -> list[Any]:
-        """The fields of the state that have one entry per parameter."""
-        marks, fields = jax.tree.flatten(self.per_parameter)[0], jax.tree.structure(self.per_parameter).flatten_up_to(state)
-        return [field for mark, field in zip(marks, fields, strict=True) if mark]
-
     def hide(self, keep: Any, state: Any) -> Any:
         """The state of the parameters under a True of `keep`."""
         return self._map(lambda field: hide(keep, field), state)
@@ -85,31 +80,6 @@ class RowOptimizer:
             return self.tx.update_and_apply(grads, state, params, **extra)
         updates, state = optax.with_extra_args_support(self.tx).update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
-
-    def apply_in_rows(self, stack: str, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
-        """As `apply`; the stacked leaves one row after the other where the transformation is known to allow it.
-
-        Then temporaries are a row's, and the stack changes in place. A transformation with `update_and_apply` treats every
-        leaf by itself; of others that is not known.
-        """
-        layers = jax.tree.leaves(params[stack])[0].shape[0]
-        in_stack = {key: jax.tree.map(lambda _, inside=key == stack: inside, value) for key, value in params.items()}
-        fields = self._per_parameter(self.hide(in_stack, state))
-        rows_apart = all(leaf.shape[:1] == (layers,) for leaf in jax.tree.leaves(fields))
-        if not (hasattr(self.tx, "update_and_apply") and rows_apart):
-            return self.apply(grads, state, params)
-        outside = jax.tree.map(lambda inside: not inside, in_stack)
-        row_grads = hide(in_stack, grads)
-
-        def visit(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
-            rows, states = carry
-            row, row_state = self.apply(take(row_grads, i), self.take(states, i), take(rows, i), row=i)
-            return put(rows, row, i), self.put(states, row_state, i)
-
-        stacks = hide(in_stack, params), self.hide(in_stack, state)
-        rows, row_state = jax.lax.fori_loop(0, layers, visit, stacks)
-        outer, outer_state = self.apply(hide(outside, grads), self.hide(outside, state), hide(outside, params))
-        return show(outside, outer, rows), self.show(outside, outer_state, row_state)
 
 
 def select(ok: jax.Array | None, new: Any, old: Any) -> Any:

@@ -1,6 +1,11 @@
 """What a comparison leaves behind: a table, a JSON file and a picture of the loss curves."""
 
 import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +14,21 @@ import matplotlib.ticker
 import numpy as np
 from rich.table import Table
 
+import coat_jax
 from coat_jax.train.arms import Settings
 from coat_jax.train.data import Corpus
-from coat_jax.train.provenance import compact, provenance
 
 JSON_NAME, PNG_NAME = "compare.json", "compare.png"
 
 
 def header(settings: Settings, corpus: Corpus, command: str) -> dict[str, Any]:
     """Where results come from: command, date, versions, settings and text."""
-    return provenance(command) | {
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    versions = {"python": platform.python_version(), "coat-jax": coat_jax.__version__}
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions | {name: importlib.metadata.version(name) for name in packages},
         "settings": dataclasses.asdict(settings),
         "corpus": {
             "train_bytes": len(corpus.train),
@@ -32,7 +42,9 @@ def header(settings: Settings, corpus: Corpus, command: str) -> dict[str, Any]:
 def write(results: dict[str, Any], out: Path) -> None:
     """Writes `compare.json` and `compare.png` into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / JSON_NAME).write_text(compact(results))
+    # Lists of numbers on one line each.
+    compact = re.sub(r"\[[^][{}\"]*\]", lambda m: " ".join(m.group().split()), json.dumps(results, indent=1))
+    (out / JSON_NAME).write_text(compact + "\n")
     plot(results).savefig(out / PNG_NAME, dpi=150)
 
 
@@ -51,7 +63,10 @@ def rows(results: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("validation loss (nats/byte)", [f"{arm['validation_loss']:.4f}" for arm in arms]),
         (f"  above {first}", above("validation_loss")),
         ("optimizer state (B/parameter)", [f"{s['bytes_per_parameter']:.3f}" for s in states]),
-        ("  of quantized parameters", [f"{s['bytes_per_quantized_parameter'] or 0:.3f}".replace("0.000", "-") for s in states]),
+        (
+            "  of quantized parameters (B/parameter)",
+            [f"{s['bytes_per_quantized_parameter'] or 0:.3f}".replace("0.000", "-") for s in states],
+        ),
         ("  parameters with f32 moments", [f"{s['f32_parameters']:,}" for s in states]),
         ("kept for backward (B/token/layer)", [f"{arm['kept_bytes']:,.0f}" for arm in arms]),
         ("  of what plain Flax keeps", [f"{arm['kept_bytes'] / plain:.2f}" for arm in arms]),
@@ -69,6 +84,13 @@ def table(results: dict[str, Any]) -> Table:
     for label, texts in rows(results):
         shown.add_row(label, *texts)
     return shown
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The same table for a page of text."""
+    lines = ["| | " + " | ".join(results["arms"]) + " |", "|---|" + "---:|" * len(results["arms"])]
+    lines += [f"| {label.strip()} | {' | '.join(texts)} |" for label, texts in rows(results)]
+    return "\n".join(lines)
 
 
 def notes(results: dict[str, Any]) -> list[str]:

@@ -220,7 +220,7 @@ def _ordinary(step: Step, params: Params, state: StepState, batch: Batch) -> tup
     statistics = Statistics.of(outer).with_layers(jax.vmap(Statistics.of)(rows))
     scale, taken = step.clip_scale(statistics.norm, state), step.taken(loss, statistics)
     optimizer = RowOptimizer.of(step.optimizer, state.optimizer)
-    new = optimizer.apply_in_rows(step.parts.stack, _scaled(grads, scale), state.optimizer, shown)
+    new = optimizer.apply(_scaled(grads, scale), state.optimizer, shown)
     new_shown, optimizer_state = select(taken, new, (shown, state.optimizer))
     return _finish(show(trained, new_shown, params), optimizer_state, state, loss, statistics, scale, taken)
 
