@@ -34,13 +34,14 @@ def compare(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 128,
+    learning_rate: Annotated[float, typer.Option(help="The highest; a warm-up leads to it, a cosine to a tenth of it.")] = 4e-3,
     seed: Annotated[int, typer.Option(help="Initial values, order and split of the text.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.png.")] = Path("out"),
 ) -> None:
     """Train the same Llama in BF16 and with COAT on real text, and show the two side by side."""
     from coat_jax.train import compare as command
 
-    settings = command.Settings(preset=preset, arms=tuple(arms.split(",")), steps=steps, batch=batch, seq=seq, seed=seed)
+    settings = command.Settings(preset, tuple(arms.split(",")), steps, batch, seq, seed, learning_rate)
     command.run(settings, data=[*(data or ()), *(paths or ())], out=out, command=_typed())
 
 

@@ -26,6 +26,7 @@ BAD = {
     "steps that are no number": (["--steps", "many"], "--steps", "valid integer"),
     "empty batch": (["--batch", "0"], "batch=0", "use 1 or more"),
     "sequence of one": (["--seq", "1"], "seq=1", "use 2 or more"),
+    "learning rate of zero": (["--learning-rate", "0"], "learning_rate=0.0", "use a positive one"),
     "negative seed": (["--seed", "-3"], "seed=-3", "use 0 or more"),
     "unknown preset": (["--preset", "huge"], "preset='huge'", "tiny"),
     "unknown arm": (["--arms", "bf16,int4"], "arm 'int4'", "bf16, coat, lean"),
