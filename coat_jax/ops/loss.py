@@ -91,7 +91,8 @@ def _forward(h, kernel, targets, weights):
 
 
 def _backward(residual, g):
-    dh, dkernel = residual
+    # Together: else XLA scales the kernel's gradient last, and its float32 sum lives through the whole backward pass.
+    dh, dkernel = jax.lax.optimization_barrier(residual)
     return dh * g.astype(dh.dtype), dkernel * g.astype(dkernel.dtype), None, None
 
 

@@ -56,7 +56,9 @@ def spread(statistic: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Arra
 def group_amax(x: jax.Array, axes: Axes) -> jax.Array:
     """max |x| of every group, at least the smallest normal float32; inf where the group has a NaN or an inf."""
     a = jnp.abs(x)
-    return jnp.max(jnp.where(a < jnp.inf, a, jnp.inf), axis=axes, initial=TINY)
+    # The exponent bits of a NaN or an inf are those of inf. A constant would be hoisted out of a scan; see `encode`.
+    power = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(a, jnp.int32) & 0x7F800000, jnp.float32)
+    return jnp.max(jnp.where(a < jnp.inf, a, power), axis=axes, initial=TINY)
 
 
 def group_amin(x: jax.Array, axes: Axes) -> jax.Array:
