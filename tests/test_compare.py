@@ -112,6 +112,7 @@ def test_nan_stops_the_run_and_writes_what_was_measured(diverging, tmp_path):
     written = json.loads((tmp_path / report.JSON_NAME).read_text())
     assert written["diverged"] == {"arm": "coat", "step": 3, "loss": "nan"}
     assert written["arms"]["coat"]["losses"] == [10.0, 9.0]
+    assert written["arms"]["bf16"]["losses"] == [10.0, 9.0, 8.0]
     assert (tmp_path / report.PNG_NAME).exists()
 
 

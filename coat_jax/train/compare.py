@@ -91,13 +91,16 @@ def _train(
             batches = itertools.islice(windows.batches(settings.batch, settings.seed), settings.steps)
             runs[name] = trainer.train(trainer.start(settings.seed), batches)
         params = {}
-        for steps in zip(*runs.values(), strict=True):
-            for name, step in zip(runs, steps, strict=True):
+        for number in range(1, settings.steps + 1):
+            for name, steps in runs.items():
+                step = next(steps)
                 params[name] = step.state.params
                 results[name]["losses"].append(step.loss)
                 results[name]["step_seconds"].append(round(step.seconds, 5))
-            losses = "  ".join(f"{name} {step.loss:.3f}" for name, step in zip(runs, steps, strict=True))
+            losses = "  ".join(f"{name} {results[name]['losses'][-1]:.3f}" for name in runs)
             progress.update(task, advance=1, loss=f"loss: {losses}")
+            if not console.is_terminal and number % max(1, settings.steps // 10) == 0:  # a log has no bar
+                console.print(f"step {number} of {settings.steps}, loss: {losses}", highlight=False)
         progress.update(task, description="validating")
         held_out = text.Windows(corpus.validation, settings.seq).batches(settings.batch, settings.seed)
         validation = list(itertools.islice(held_out, settings.validation_batches))
