@@ -1,9 +1,8 @@
 """One training step of a model in parts: fused, each layer updated as soon as its gradients exist, or ordinary."""
 
 import dataclasses
-import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,81 +13,8 @@ from coat_jax.train.accumulation import Accumulation
 from coat_jax.train.backward import Tape
 from coat_jax.train.optimizer_rows import RowOptimizer, select
 from coat_jax.train.parts import Batch, Params, Parts, hide, put, show, take
+from coat_jax.train.policy import Clip, Metrics, Norm, Skip, StepState, member
 from coat_jax.train.statistics import Statistics
-
-
-class Norm(enum.StrEnum):
-    """Which global norm clips the gradients of a fused step."""
-
-    EXACT = "exact"
-    """This step's: the backward pass runs twice, first for the norm alone."""
-    PREVIOUS = "previous"
-    """The previous step's, for nothing; the first step is not clipped."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """Clipping by global norm: g <- g min(1, max_norm / norm).
-
-    Attributes:
-      max_norm: the largest norm that passes unchanged.
-      norm: which norm. An ordinary step with "exact" is what `optax.clip_by_global_norm` does.
-
-    Raises:
-      ValueError: max_norm <= 0, an unknown norm.
-    """
-
-    max_norm: float
-    norm: Norm = Norm.EXACT
-
-    def __post_init__(self):
-        if not self.max_norm > 0:
-            raise ValueError(f"Clip: max_norm={self.max_norm}; a norm to clip to is positive, such as 1.0")
-        object.__setattr__(self, "norm", _member(Norm, self.norm, "Clip: norm"))
-
-
-class Skip(enum.StrEnum):
-    """Which step is not taken, parameters and optimizer state staying as they were, all of them."""
-
-    NEVER = "never"
-    """Every step is taken."""
-    LOSS = "loss"
-    """Not where the loss is NaN or inf. Free. Gradients that overflow in the backward pass are not noticed in time: the layers
-    behind are updated by then."""
-    GRADIENTS = "gradients"
-    """Not where the loss or any gradient is NaN or inf. A fused step runs its backward pass twice, as for an exact norm."""
-
-
-class StepState(NamedTuple):
-    """What a step changes beside the parameters.
-
-    Attributes:
-      optimizer: the optimizer's state.
-      previous_norm: float32, the last finite global norm of the gradients before clipping; 0 before the first step.
-    """
-
-    optimizer: Any
-    previous_norm: jax.Array
-
-
-class Metrics(NamedTuple):
-    """What a step reports.
-
-    Attributes:
-      loss: float32, mean over the batch, before the update.
-      gradient_norm: float32, global, before clipping.
-      layer_gradient_norms: float32 (layers,).
-      nonfinite: float32, number of NaN or inf gradients.
-      clip_scale: float32, what gradients were multiplied by.
-      skipped: bool, whether the step was not taken.
-    """
-
-    loss: jax.Array
-    gradient_norm: jax.Array
-    layer_gradient_norms: jax.Array
-    nonfinite: jax.Array
-    clip_scale: jax.Array
-    skipped: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,32 +107,17 @@ def fused_step(
       (3,)
     """
     whole_tree.refuse_by_name(optimizer)
-    return _make(parts, optimizer, clip, skip, accumulation, trainable, fused=True)
+    options = {"clip": clip, "skip": skip, "accumulation": accumulation, "trainable": trainable}
+    return _make(parts, optimizer, fused=True, **options)
 
 
-def ordinary_step(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    *,
-    clip: Clip | None = None,
-    skip: Skip | str = Skip.NEVER,
-    accumulation: Accumulation | None = None,
-    trainable: Any = None,
-) -> Step:
-    """The same step by `jax.value_and_grad`, all gradients first; any Optax transformation. Arguments as in `fused_step`."""
-    return _make(parts, optimizer, clip, skip, accumulation, trainable, fused=False)
+def ordinary_step(parts: Parts, optimizer: optax.GradientTransformation, **options: Any) -> Step:
+    """The same step by `jax.value_and_grad`, all gradients first: options as in `fused_step`, any Optax transformation."""
+    return _make(parts, optimizer, fused=False, **options)
 
 
-def _make(parts, optimizer, clip, skip, accumulation, trainable, *, fused: bool) -> Step:
-    skip = _member(Skip, skip, "skip")
-    return Step(parts, optimizer, clip, skip, accumulation or Accumulation(), trainable, fused)
-
-
-def _member(kind: type[enum.StrEnum], value: str, argument: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"{argument}={value!r} is unknown; use one of {', '.join(repr(str(k)) for k in kind)}") from None
+def _make(parts, optimizer, *, fused, clip=None, skip=Skip.NEVER, accumulation=None, trainable=None) -> Step:
+    return Step(parts, optimizer, clip, member(Skip, skip, "skip"), accumulation or Accumulation(), trainable, fused)
 
 
 def _ordinary(step: Step, params: Params, state: StepState, batch: Batch) -> tuple[Params, StepState, Metrics]:
