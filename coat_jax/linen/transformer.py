@@ -74,7 +74,9 @@ class FP8SelfAttention(nn.Module):
         widths = {"q": self.heads * head, "k": self.kv_heads * head, "v": self.kv_heads * head}
         kernels = [kernel(n, name=name)(width)[0] for name, n in widths.items()]
         out, _ = kernel(width, name="o")(self.heads * head)
-        q, k, v = (y.reshape(*y.shape[:-1], -1, head) for y in ops.linear([x], kernels, self.recipe, prologue=norm))
+        q, k, v = (
+            y.reshape(*y.shape[:-1], y.shape[-1] // head, head) for y in ops.linear([x], kernels, self.recipe, prologue=norm)
+        )
         if self.rope_theta is not None:
             q, k = (ops.rope(y, theta=self.rope_theta) for y in (q, k))
         [y] = ops.attention_linear(q, k, v, [out], self.recipe, causal=self.causal)

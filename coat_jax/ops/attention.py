@@ -21,9 +21,9 @@ def softmax_average(q, k, v, mask=None, *, causal: bool, implementation: Any) ->
 
 
 def has_cudnn(fn: Attend, *args: Any) -> bool:
-    """Whether cuDNN is installed and takes arrays of these shapes and dtypes."""
+    """Whether cuDNN is installed and takes arrays of these shapes and dtypes, its backward pass included."""
     try:
-        jax.eval_shape(fn, *args)
+        jax.eval_shape(lambda *args: jax.vjp(fn, *args)[0], *args)
     except (RuntimeError, NotImplementedError, ValueError):
         return False
     return True
@@ -106,7 +106,7 @@ def attention(
       causal: whether token t sees keys up to t only.
       mask: bool, broadcastable to (batch, heads, tokens, keys); True lets a token see a key.
       implementation: "cudnn", "xla", or None: cuDNN on NVIDIA GPUs where it is installed and takes the shapes and dtypes
-        (16-bit, d a multiple of 8), XLA elsewhere.
+        (16-bit, d a multiple of 8, even numbers of tokens), XLA elsewhere.
 
     Returns:
       An array of q's shape and dtype.

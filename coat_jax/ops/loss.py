@@ -23,7 +23,7 @@ def cross_entropy(
         whole batch, so that a batch may be sharded.
 
     Returns:
-      A float32 scalar.
+      A float32 scalar; NaN where the weights are all 0.
 
     Raises:
       ValueError: targets of another shape than h's tokens, or a chunk below 1.
@@ -48,7 +48,8 @@ def cross_entropy(
         fill = [(0, 0)] * x.ndim
         fill[axis] = (0, -tokens % length)
         x = jnp.pad(x, fill)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, length, *x.shape[axis + 1 :]), axis, 0)
+        chunks = x.shape[axis] // length
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], chunks, length, *x.shape[axis + 1 :]), axis, 0)
 
     return chunked(split(h), kernel, split(targets), split(weights))
 
@@ -59,7 +60,7 @@ def chunk_loss(h: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax
     normalizer = jax.nn.logsumexp(logits, -1, keepdims=True)
     hit = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
     loss = jnp.sum(weights * (normalizer[..., 0] - jnp.sum(jnp.where(hit, logits, 0.0), -1)))
-    return loss, (jnp.exp(logits - normalizer) - hit) * weights[..., None]
+    return loss, (jnp.exp(logits - normalizer) - hit.astype(jnp.float32)) * weights[..., None]
 
 
 @jax.custom_vjp
