@@ -72,7 +72,9 @@ def rows_layout(width: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def columns_layout() -> Any:
-    """Registers of a (size, columns) tile in which a column lies in four lanes of one warp; columns % 128 == 0."""
-    tiling = plgpu.Tiling(((4, 128), (4, 32), (4,)))
+def columns_layout(columns: int) -> Any:
+    """Registers of a (size, columns) tile in which a column lies in the lanes of one warp; columns are 32, 64, 128 or 256."""
+    across = min(columns, 128) // 16  # lanes, four neighbours each; the other lanes go down a column
+    down = 32 // across
+    tiling = plgpu.Tiling(((down, 16 * across), (down, 4 * across), (4,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)

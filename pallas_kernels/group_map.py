@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend as jex
 import jax.numpy as jnp
+from jax.interpreters import batching, mlir
 
 from pallas_kernels import backend
 from pallas_kernels.backend import pl, plgpu
@@ -217,21 +219,53 @@ def group_map(
         ran = plan.run(padded, scalars)
         return [tuple(Tiles.crop(y, leaf[0], axis) for y in done) for done, leaf in zip(ran, leaves, strict=True)]
 
-    return _batchable(launch, fold=not (scalars or numbered))(*flat)
+    fold = not (scalars or numbered)
+    if interpret:  # the interpreter's callbacks are effects, which a primitive would have to declare
+        return _batchable(launch, fold)(*flat)
+    out = jax.eval_shape(launch, *flat)
+    results = launch_p.bind(*flat, launch=lambda *xs: jax.tree.leaves(launch(*xs)), fold=fold)
+    return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+def _over_batch(call: Callable[..., Any], fold: bool, flat: Sequence[jax.Array], axes: Sequence[int | None]) -> Any:
+    """A batch of launches: more groups in one, or a loop where fn knows where it is."""
+    [size] = {x.shape[axis] for x, axis in zip(flat, axes, strict=True) if axis is not None}
+    full = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(flat, axes, strict=True)
+    ]
+    if not fold:
+        return jax.lax.map(lambda xs: call(*xs), tuple(full))
+    return jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), call(*(x.reshape(-1, *x.shape[2:]) for x in full)))
 
 
 def _batchable(launch: Callable[..., Any], fold: bool) -> Callable[..., Any]:
-    """`launch` with a rule for `jax.vmap`: the batch becomes more groups, or a loop where fn knows where it is."""
     call = jax.custom_batching.custom_vmap(launch)
 
     @call.def_vmap
     def rule(size, batched, *flat):
-        full = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(flat, batched, strict=True)]
-        if fold:
-            out = call(*(x.reshape(-1, *x.shape[2:]) for x in full))
-            out = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), out)
-        else:
-            out = jax.lax.map(lambda xs: call(*xs), tuple(full))
+        out = _over_batch(call, fold, flat, [0 if b else None for b in batched])
         return out, jax.tree.map(lambda _: True, out)
 
     return call
+
+
+# A launch is a primitive of its own, so that `jax.vmap` makes more groups of it and nothing looks into its references.
+launch_p = jex.core.Primitive("group_map")
+launch_p.multiple_results = True
+
+
+def _abstract(*flat: Any, launch: Callable[..., Any], fold: bool) -> list[Any]:
+    del fold
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(launch, *flat)]
+
+
+def _batch(flat: Sequence[jax.Array], axes: Sequence[int | None], *, launch: Callable[..., Any], fold: bool) -> Any:
+    results = _over_batch(functools.partial(launch_p.bind, launch=launch, fold=fold), fold, flat, axes)
+    return results, [0] * len(results)
+
+
+launch_p.def_abstract_eval(_abstract)
+launch_p.def_impl(lambda *flat, launch, fold: jax.jit(launch)(*flat))
+mlir.register_lowering(launch_p, lambda ctx, *flat, launch, fold: mlir.lower_fun(jax.jit(launch), True)(ctx, *flat))
+batching.primitive_batchers[launch_p] = _batch

@@ -11,6 +11,9 @@ from pallas_kernels.backend import pl
 
 Shape = tuple[int, ...]
 
+COLUMNS = 128
+"""Columns that the copy engine takes in one piece of one byte each."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
@@ -30,7 +33,7 @@ class Tiles:
         widths = [a.shape[-1] if axis == -1 else a.shape[-2] for a in operands if a.ndim == 1 - axis]
         elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 4096
         if axis == -2:
-            return cls(axis, 256 if max(widths) * 256 <= elements else 128)
+            return cls(axis, next((n for n in (256, 128, 64) if n * max(widths) <= elements), 32))
         least = max(backend.rows_per_warpgroup(width) for width in widths)
         return cls(axis, min(256, max(least, elements // max(widths) // least * least)))
 
@@ -60,7 +63,8 @@ class Tiles:
         if self.axis == -1:
             row, column = tile * self.extent, jnp.int32(0)
         else:
-            tiles = (columns + self.extent - 1) // self.extent
+            padded = (columns + COLUMNS - 1) // COLUMNS * COLUMNS
+            tiles = (padded + self.extent - 1) // self.extent
             row, column = (tile // tiles) * shape[0], (tile % tiles) * self.extent
         row, column, columns = (jnp.asarray(x, jnp.int32).astype(jnp.uint32) for x in (row, column, columns))
         return (row + rows) * columns + (column + across)
@@ -68,7 +72,7 @@ class Tiles:
     def load(self, ref: Any, values: Shape) -> jax.Array:
         """A tile from shared memory; `values` is the shape of the tile of values that per-group numbers belong to."""
         if self.axis == -2:
-            layout = backend.columns_layout()
+            layout = backend.columns_layout(self.extent)
         else:
             layout = backend.rows_layout(ref.shape[1] if len(ref.shape) == 2 else values[1])
         return backend.load(ref, layout if len(ref.shape) == 2 else layout.reduce(self.axis % 2))
@@ -76,7 +80,7 @@ class Tiles:
     @staticmethod
     def pad(array: jax.Array, axis: int) -> jax.Array:
         """The operand with groups in eights, or columns in 128s, as the copy engine wants them. Most have; else this copies."""
-        place, multiple = (0, 8) if axis == -1 else (array.ndim - 1, 128)
+        place, multiple = (0, 8) if axis == -1 else (array.ndim - 1, COLUMNS)
         short = -array.shape[place] % multiple
         return jnp.pad(array, [(0, short if i == place else 0) for i in range(array.ndim)]) if short else array
 

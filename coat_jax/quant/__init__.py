@@ -4,7 +4,8 @@ from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.expansion import LogRange, PowerExpansion, Softsign
 from coat_jax.quant.formats import E4M3, E5M2, INT8, UINT8, Format
 from coat_jax.quant.granularity import Granularity, Groups, PerBlock, PerGroup, PerTensor
-from coat_jax.quant.quantize import Implementation, dequantize, quantize
+from coat_jax.quant.implementation import Implementation
+from coat_jax.quant.quantize import dequantize, quantize
 from coat_jax.quant.rounding import Rounding
 from coat_jax.quant.spec import QuantSpec
 

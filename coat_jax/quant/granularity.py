@@ -135,6 +135,11 @@ class Groups:
         """Shape of the split array; over `axes` it reduces to `scale_shape`."""
         return tuple(n for dims in self._split_dims() for n in dims)
 
+    @property
+    def ragged(self) -> bool:
+        """Whether some groups are shorter than others, so that splitting fills them."""
+        return any(n % t for n, t in zip(self.shape, self.tile, strict=True) if t)
+
     def split(self, x: jax.Array) -> jax.Array:
         """x (shape) as groups (split_shape); ragged ends are filled with zeros, which no scale notices."""
         pads = [(0, count * t - n) for n, t, count in zip(self.shape, self.tile, self.scale_shape, strict=True)]

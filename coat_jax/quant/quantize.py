@@ -1,7 +1,5 @@
 """`quantize` and `dequantize`: arrays to quantized arrays and back, and the choice of who computes it."""
 
-import enum
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,39 +7,9 @@ import numpy as np
 from coat_jax.quant import codec, rounding
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.granularity import Groups
+from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
 from coat_jax.quant.rounding import Rounding
 from coat_jax.quant.spec import QuantSpec
-
-
-class Implementation(enum.StrEnum):
-    """Who computes an operation. `None` in an argument of this name leaves the choice to the library."""
-
-    XLA = "xla"
-    """Plain JAX, compiled by XLA, on any device."""
-    PALLAS = "pallas"
-    """The Hopper kernels of `pallas_kernels`."""
-    INTERPRET = "interpret"
-    """The Hopper kernels, interpreted on the CPU."""
-
-    @classmethod
-    def resolve(cls, implementation: "Implementation | str | None", operation: str) -> "Implementation":
-        """The implementation that will run `operation`.
-
-        Raises:
-          ValueError: an unknown name, or one that cannot run here.
-        """
-        if implementation is None:
-            return cls.XLA
-        try:
-            chosen = cls(implementation)
-        except ValueError:
-            names = ", ".join(repr(str(name)) for name in cls)
-            raise ValueError(f"{operation}: implementation={implementation!r} is unknown; use None or one of {names}") from None
-        if chosen is not cls.XLA:
-            raise ValueError(
-                f"{operation}: implementation={str(chosen)!r} has no kernel for this operation yet; use None or 'xla'"
-            )
-        return chosen
 
 
 def split_codes(q: QuantizedArray) -> tuple[codec.Codes, Groups]:
@@ -91,16 +59,36 @@ def quantize(
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize: x has dtype {x.dtype}; only floating-point arrays are quantized, cast it first")
-    Implementation.resolve(implementation, "quantize")
     groups = Groups.of(spec.granularity, x.shape)
-    noise = None
-    if spec.rounding is Rounding.STOCHASTIC:
-        if seed is None:
-            raise ValueError(
-                "quantize: the spec rounds stochastically and seed is None; give a uint32 seed, new for every call"
-            )
-        noise = groups.split(rounding.uniform(seed, rounding.element_index(x.shape)))
-    codes = codec.encode(groups.split(x.astype(jnp.float32)), spec, groups.axes, noise)
+    stochastic = spec.rounding is Rounding.STOCHASTIC
+    if stochastic and seed is None:
+        raise ValueError("quantize: the spec rounds stochastically and seed is None; give a uint32 seed, new for every call")
+
+    def encode(x, *, axes, numbers=None, scalars=(None,)):
+        noise = None if numbers is None else rounding.uniform(scalars[0], numbers)
+        return tuple(part for part in codec.encode(x.astype(jnp.float32), spec, axes, noise) if part is not None)
+
+    def plain(x, *seeds):
+        numbers = groups.split(rounding.element_index(groups.shape)) if seeds else None
+        return encode(x, axes=groups.axes, numbers=numbers, scalars=seeds)
+
+    def kernel(x, *seeds, interpret):
+        scalars = [jnp.reshape(seed, 1) for seed in seeds]
+        options = {"name": "quantize", "numbered": stochastic, "interpret": interpret}
+        return group_map(encode, [(x,)], [groups], scalars=scalars, **options)[0]
+
+    seeds = (jnp.asarray(seed, jnp.uint32),) if stochastic else ()
+    ragged = "has no kernel that rounds the groups of a ragged array stochastically" if stochastic and groups.ragged else None
+    parts = choose(
+        kernel,
+        plain,
+        groups.split(x),
+        *seeds,
+        operation="quantize",
+        implementation=implementation,
+        refused=refusal(groups) or ragged,
+    )
+    codes = codec.Codes(*parts, *[None] * (3 - len(parts)))
     return merge_codes(codes, groups, spec, x.dtype)
 
 
@@ -117,7 +105,21 @@ def dequantize(
     Returns:
       An array of q's shape. Computed in float32 and cast once.
     """
-    Implementation.resolve(implementation, "dequantize")
     codes, groups = split_codes(q)
-    x = groups.merge(codec.decode(codes, q.spec, groups.axes))
-    return x.astype(q.dtype if dtype is None else dtype)
+    dtype = q.dtype if dtype is None else dtype
+
+    def decode(payload, scale, exponent=None, *, axes):
+        return (codec.decode(codec.Codes(payload, scale, exponent), q.spec, axes).astype(dtype),)
+
+    def kernel(*parts, interpret):
+        return group_map(decode, [parts], [groups], name="dequantize", interpret=interpret)[0]
+
+    [x] = choose(
+        kernel,
+        lambda *parts: decode(*parts, axes=groups.axes),
+        *(part for part in codes if part is not None),
+        operation="dequantize",
+        implementation=implementation,
+        refused=refusal(groups),
+    )
+    return groups.merge(x)

@@ -1,0 +1,120 @@
+"""Who computes an operation: plain JAX or the Hopper kernels, and how groups reach the kernels."""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from coat_jax.quant.granularity import Groups
+
+
+class Implementation(enum.StrEnum):
+    """Who computes an operation. `None` in an argument of this name leaves the choice to the library."""
+
+    XLA = "xla"
+    """Plain JAX, compiled by XLA, on any device."""
+    PALLAS = "pallas"
+    """The Hopper kernels of `pallas_kernels`."""
+    INTERPRET = "interpret"
+    """The Hopper kernels, interpreted on the CPU."""
+
+    @classmethod
+    def resolve(
+        cls,
+        implementation: "Implementation | str | None",
+        operation: str,
+        refusal: str | None = "has no kernel for this operation yet",
+    ) -> "Implementation | None":
+        """The implementation that will run `operation`; None where a kernel will where the program is for a Hopper GPU.
+
+        Args:
+          implementation: as the caller gave it.
+          operation: its name, for messages.
+          refusal: why no kernel can run it, or None where one can.
+
+        Raises:
+          ValueError: an unknown name, or a kernel that cannot run.
+        """
+        try:
+            chosen = None if implementation is None else cls(implementation)
+        except ValueError:
+            names = ", ".join(repr(str(name)) for name in cls)
+            raise ValueError(f"{operation}: implementation={implementation!r} is unknown; use None or one of {names}") from None
+        if refusal is None:
+            return chosen
+        if chosen not in (None, cls.XLA):
+            raise ValueError(f"{operation}: implementation={str(chosen)!r} {refusal}; use None or 'xla'")
+        return cls.XLA
+
+
+def refusal(groups: Groups) -> str | None:
+    """Why no kernel takes these groups, or None."""
+    if groups.axes not in ((-1,), (-2,)):
+        return "has kernels for groups along the last axis or the one before only"
+    width = max(groups.tile)
+    if width % 4 or width > 256:
+        return f"has kernels for groups of 4, 8, ... 256 elements, not of {width}"
+    return None if 0 not in groups.shape else "has no kernel for an empty array"
+
+
+def choose(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    *args: Any,
+    operation: str,
+    implementation: Implementation | str | None,
+    refused: str | None,
+) -> Any:
+    """plain(*args), or kernel(*args, interpret=...), as asked, as possible and, for None, as the program's target is.
+
+    Raises:
+      ValueError: an unknown implementation, or one that cannot run; for "pallas" on another device when it is compiled.
+    """
+    chosen = Implementation.resolve(implementation, operation, refused)
+    if chosen is Implementation.XLA:
+        return plain(*args)
+    if chosen is Implementation.INTERPRET:
+        return kernel(*args, interpret=True)
+    from pallas_kernels.dispatch import by_target  # here, so that `import coat_jax` does not load it
+
+    needs = f"{operation}: implementation='pallas' runs in programs for one Hopper GPU, or in jax.shard_map; use None or 'xla'"
+    return by_target(lambda *xs: kernel(*xs, interpret=False), plain, *args, required=None if chosen is None else needs)
+
+
+def group_map(
+    fn: Callable[..., tuple[jax.Array, ...]],
+    leaves: Sequence[Sequence[jax.Array]],
+    groups: Sequence[Groups],
+    *,
+    name: str,
+    scalars: Sequence[jax.Array] = (),
+    aliases: Mapping[int, int] | None = None,
+    numbered: bool = False,
+    interpret: bool = False,
+) -> list[tuple[jax.Array, ...]]:
+    """`pallas_kernels.group_map` for arrays laid out by `groups`, one per leaf, all with groups along one axis.
+
+    fn takes the keyword `axes` besides tiles: the axes of a tile along which a group lies. `numbers` count the elements of the
+    array, without the fill of ragged groups.
+    """
+    from pallas_kernels.group_map import group_map as kernel  # here, so that `import coat_jax` does not load Pallas
+
+    [axis] = groups[0].axes
+
+    def call(*tiles: jax.Array, numbers: jax.Array | None = None, **keywords: Any) -> tuple[jax.Array, ...]:
+        if numbers is not None:
+            keywords["numbers"] = numbers
+        return fn(*tiles, axes=(axis,), **keywords)
+
+    def view(x: jax.Array, laid: Groups) -> jax.Array:
+        kept = -axis if x.ndim == len(laid.split_shape) else -axis - 1
+        return x.reshape(-1, *x.shape[x.ndim - kept :])
+
+    def unview(y: jax.Array, laid: Groups) -> jax.Array:
+        split = laid.split_shape
+        return y.reshape(split if y.ndim == 1 - axis else split[: len(split) + axis] + split[len(split) + axis + 1 :])
+
+    viewed = [tuple(view(x, laid) for x in leaf) for leaf, laid in zip(leaves, groups, strict=True)]
+    done = kernel(call, viewed, name=name, axis=axis, scalars=scalars, aliases=aliases, numbered=numbered, interpret=interpret)
+    return [tuple(unview(y, laid) for y in leaf) for leaf, laid in zip(done, groups, strict=True)]
