@@ -36,12 +36,14 @@ def compare(
     seq: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 128,
     learning_rate: Annotated[float, typer.Option(help="The highest; a warm-up leads to it, a cosine to a tenth of it.")] = 4e-3,
     seed: Annotated[int, typer.Option(help="Initial values, order and split of the text.")] = 0,
+    fused: Annotated[bool, typer.Option("--fused", help="Update each layer inside the backward pass, in every arm.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.png.")] = Path("out"),
 ) -> None:
     """Train the same Llama in BF16 and with COAT on real text, and show the two side by side."""
     from coat_jax.train import compare as command
 
-    settings = command.Settings(preset, tuple(arms.split(",")), steps, batch, seq, seed, learning_rate)
+    names = tuple(name if name.endswith("+fused") or not fused else f"{name}+fused" for name in arms.split(","))
+    settings = command.Settings(preset, names, steps, batch, seq, seed, learning_rate)
     command.run(settings, data=[*(data or ()), *(paths or ())], out=out, command=_typed())
 
 

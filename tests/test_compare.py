@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coat_jax.cli import main
 from coat_jax.train import accounting, compare, report
+from coat_jax.train.arms import build
 from coat_jax.train.loop import Arm, DivergedError
 
 SHORT = {"steps": 4, "batch": 2, "seq": 32, "validation_batches": 2}
@@ -131,3 +132,12 @@ def test_nan_is_one_line_and_status_one(diverging, tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "coat-jax: arm coat: the loss is nan at step 3; try a lower learning rate or another seed"
     ]
+
+
+def test_fused_trains_every_arm_inside_the_backward_pass(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(compare, "run", lambda settings, **_: seen.append(settings))
+    assert main(["compare", "--fused", "--arms", "bf16,lean", "--out", str(tmp_path)]) == 0
+    assert seen[0].arms == ("bf16+fused", "lean+fused")
+    fused, ordinary = (build(seen[0], name) for name in ("lean+fused", "lean"))
+    assert fused.fused is not None and ordinary.fused is None and fused.name == "lean+fused"

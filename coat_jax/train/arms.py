@@ -9,7 +9,10 @@ from coat_jax import recipes
 from coat_jax.models import llama
 from coat_jax.optim import coat_adamw
 from coat_jax.train import data
+from coat_jax.train.llama_parts import parts_of_llama
 from coat_jax.train.loop import Arm
+from coat_jax.train.policy import Clip
+from coat_jax.train.step import fused_step
 
 ARMS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "bf16": optax.adamw,
@@ -18,6 +21,9 @@ ARMS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 """Names of arms, which are those of their recipes, and the optimizer of each."""
 
+FUSED = "+fused"
+"""Behind the name of an arm: each layer is updated inside the backward pass."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -25,7 +31,8 @@ class Settings:
 
     Attributes:
       preset: shape of the model, a name of `coat_jax.models.llama`.
-      arms: names of `ARMS`, the first is the one that others are compared with.
+      arms: names of `ARMS`, the first is the one that others are compared with; "lean+fused" trains "lean" with each layer
+        updated inside the backward pass.
       steps: optimizer steps.
       batch: sequences in a batch.
       seq: tokens in a sequence.
@@ -55,8 +62,8 @@ class Settings:
         if not self.arms or len(set(self.arms)) < len(self.arms):
             raise ValueError(f"compare: arms={','.join(self.arms)!r}; name each arm once, as in bf16,coat")
         for arm in self.arms:
-            if arm not in ARMS:
-                raise ValueError(f"compare: arm {arm!r} is unknown; use some of {', '.join(ARMS)}")
+            if arm.removesuffix(FUSED) not in ARMS:
+                raise ValueError(f"compare: arm {arm!r} is unknown; use some of {', '.join(ARMS)}, or one of these + 'fused'")
         llama.preset(self.preset)
 
     @property
@@ -73,6 +80,10 @@ class Settings:
 
 def build(settings: Settings, name: str) -> Arm:
     """The arm `name`. Gradients clipped to norm 1; AdamW with b1 0.9, b2 0.95, weight decay 0.1, as Llama was trained."""
-    model = llama.Llama(settings.model_config, recipe=recipes.named(name))
-    adamw = ARMS[name](settings.schedule, b1=0.9, b2=0.95, weight_decay=0.1)
-    return Arm.of_model(name, model, optax.chain(optax.clip_by_global_norm(1.0), adamw))
+    recipe = name.removesuffix(FUSED)
+    model = llama.Llama(settings.model_config, recipe=recipes.named(recipe))
+    adamw = ARMS[recipe](settings.schedule, b1=0.9, b2=0.95, weight_decay=0.1)
+    arm = Arm.of_model(name, model, optax.chain(optax.clip_by_global_norm(1.0), adamw))
+    if not name.endswith(FUSED):
+        return arm
+    return dataclasses.replace(arm, fused=fused_step(parts_of_llama(model), adamw, clip=Clip(1.0)))

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from coat_jax.train.step import Step as FusedStep
+
 
 class State(NamedTuple):
     """What a step takes and gives back.
@@ -64,12 +66,14 @@ class Arm:
       init: key -> parameters.
       loss: (parameters, batch) -> mean loss, an f32 scalar.
       optimizer: any Optax transformation.
+      fused: the step that updates each layer inside the backward pass; None takes all gradients first.
     """
 
     name: str
     init: Callable[[jax.Array], Any]
     loss: Callable[[Any, jax.Array], jax.Array]
     optimizer: optax.GradientTransformation
+    fused: FusedStep | None = None
 
     @classmethod
     def of_model(cls, name: str, model: Any, optimizer: optax.GradientTransformation) -> "Arm":
@@ -109,9 +113,12 @@ class Trainer:
 
     def _first_state(self, key: jax.Array) -> State:
         params = self.arm.init(key)
-        return State(params, self.arm.optimizer.init(params))
+        return State(params, (self.arm.fused or self.arm.optimizer).init(params))
 
     def _update(self, state: State, batch: jax.Array) -> tuple[State, jax.Array]:
+        if self.arm.fused is not None:
+            params, opt_state, metrics = self.arm.fused(*state, batch)
+            return State(params, opt_state), metrics.loss
         loss, grads = jax.value_and_grad(self.arm.loss)(state.params, batch)
         updates, opt_state = self.arm.optimizer.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, updates), opt_state), loss
