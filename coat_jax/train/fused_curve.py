@@ -12,7 +12,6 @@ import numpy as np
 from coat_jax.train import data, report
 from coat_jax.train.arms import Settings, build
 from coat_jax.train.loop import Trainer
-from coat_jax.train.provenance import compact
 
 TAIL = 30
 """Steps whose mean loss is the end of a curve."""
@@ -50,7 +49,7 @@ def run(settings: Settings, seeds: int, *, out: Path | None = None) -> dict[str,
         "seed_noise": statistics.stdev(first),
     }
     if out is not None:
-        out.write_text(compact(results))
+        out.write_text(json.dumps(results) + "\n")
     return results
 
 
