@@ -52,6 +52,42 @@ def _typed() -> str:
     return shlex.join(["coat-jax", *sys.argv[1:]])
 
 
+@app.command()
+def plan(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A preset, as llama2-7b.")] = None,
+    *,
+    gpus: Annotated[int, typer.Option(help="GPUs that share the step, fully sharded, 1 to 64.")] = 1,
+    device: Annotated[str, typer.Option(help="h100, h200, or a JSON file that describes another.")] = "h100",
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step over all GPUs [one for each].")] = None,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    recipe: Annotated[str, typer.Option(help="lean, coat, bf16, or plain for plain Flax.")] = "lean",
+    codec: Annotated[str, typer.Option(help="Moments: coat, log_relative, ..., or optax for optax.adamw.")] = "coat",
+    master: Annotated[str | None, typer.Option(help="bf16+8, bf16+16 or bf16-stochastic [none].")] = None,
+    remat: Annotated[str, typer.Option(help="none, layer, or dots (with plain).")] = "none",
+    fused: Annotated[bool, typer.Option("--fused", help="Update each layer inside the backward pass.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Every combination worth comparing, sorted by peak.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Search for the largest batch that fits.")] = False,
+    reserve: Annotated[float, typer.Option(help="GiB per GPU to leave free.")] = 4.0,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the rows; - is standard output.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture.")] = None,
+) -> None:
+    """Compile the training step of a Llama for GPUs that need not be here: its memory, products and exchanges."""
+    from coat_jax.plan import PlanError, command
+    from coat_jax.plan.setting import Setting
+
+    if model is None:
+        raise ValueError("plan: no MODEL; give a preset such as llama2-7b")
+    setting = Setting(model, recipe, codec, master, remat, fused, gpus if batch is None else batch, seq, gpus, device)
+    output = command.Output(json, plot, reserve)
+    try:
+        rows = command.run(setting, compare=compare, fit=fit, output=output, command=_typed())
+    except PlanError as error:
+        print(f"coat-jax: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if all(row.error for row in rows):
+        raise typer.Exit(1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `coat-jax`. Bad input is one line on stderr and status 2, a loss that is not finite one line and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -145,3 +145,13 @@ def test_a_description_file_is_held_to_its_fields(tmp_path):
         devices.named(str(tmp_path / "absent.json"))
     with pytest.raises(ValueError, match="use one of h100, h200"):
         devices.named("a100")
+
+
+def test_gradients_that_a_later_loop_reads_are_not_kept_for_the_backward_pass(programs):
+    def updated_in_rows(w, x):
+        grads = jax.grad(lambda w: jnp.sum(jax.lax.scan(plain, x, w)[0]))(w)
+        return jax.lax.fori_loop(0, LAYERS, lambda i, w: w.at[i].add(-0.1 * grads[i]), w)
+
+    w, x = jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))
+    kept = kept_for_backward(jax.jit(updated_in_rows).lower(w, x).compile())
+    assert sum(k.nbytes for k in kept) == sum(k.nbytes for k in programs["plain"].kept)

@@ -4,5 +4,15 @@ from coat_jax.optim import codecs
 from coat_jax.optim.adamw import STATIC_ARGS, CoatAdamState, coat_adamw, scale_by_coat_adam
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.master import Master
+from coat_jax.optim.specs import state_specs
 
-__all__ = ["STATIC_ARGS", "CoatAdamState", "Master", "MomentCodec", "coat_adamw", "codecs", "scale_by_coat_adam"]
+__all__ = [
+    "STATIC_ARGS",
+    "CoatAdamState",
+    "Master",
+    "MomentCodec",
+    "coat_adamw",
+    "codecs",
+    "scale_by_coat_adam",
+    "state_specs",
+]

@@ -57,7 +57,8 @@ def _between_loops(module: Module, computation: Computation) -> Iterator[Kept]:
                 continue
             loop, index = computation.instructions[source[0]], source[1]
             value = loop.values[index]
-            stacked = value.shape[:1] == (loop.trip_count,) and loop.trip_count > 1
+            # What a backward pass writes for a later loop is gradients, for an optimizer.
+            stacked = value.shape[:1] == (loop.trip_count,) and loop.trip_count > 1 and not in_backward(loop)
             if stacked and not _unchanged(module, loop, index):
                 seen.add(source)
                 yield Kept(_name(module, loop, index), value.dtype, value.shape[1:], loop.trip_count, value.nbytes)

@@ -1,11 +1,6 @@
 """What a comparison leaves behind: a table, a JSON file and a picture of the loss curves."""
 
 import dataclasses
-import datetime
-import importlib.metadata
-import json
-import platform
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +9,16 @@ import matplotlib.ticker
 import numpy as np
 from rich.table import Table
 
-import coat_jax
 from coat_jax.train.arms import Settings
 from coat_jax.train.data import Corpus
+from coat_jax.train.provenance import compact, provenance
 
 JSON_NAME, PNG_NAME = "compare.json", "compare.png"
 
 
 def header(settings: Settings, corpus: Corpus, command: str) -> dict[str, Any]:
     """Where results come from: command, date, versions, settings and text."""
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
-    versions = {"python": platform.python_version(), "coat-jax": coat_jax.__version__}
-    return {
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-        "versions": versions | {name: importlib.metadata.version(name) for name in packages},
+    return provenance(command) | {
         "settings": dataclasses.asdict(settings),
         "corpus": {
             "train_bytes": len(corpus.train),
@@ -42,9 +32,7 @@ def header(settings: Settings, corpus: Corpus, command: str) -> dict[str, Any]:
 def write(results: dict[str, Any], out: Path) -> None:
     """Writes `compare.json` and `compare.png` into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    # Lists of numbers on one line each.
-    compact = re.sub(r"\[[^][{}\"]*\]", lambda m: " ".join(m.group().split()), json.dumps(results, indent=1))
-    (out / JSON_NAME).write_text(compact + "\n")
+    (out / JSON_NAME).write_text(compact(results))
     plot(results).savefig(out / PNG_NAME, dpi=150)
 
 

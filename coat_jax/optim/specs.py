@@ -1,0 +1,65 @@
+"""Where an optimizer's state lives on a mesh, from where the parameters live."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from coat_jax.quant import QuantizedArray
+
+
+def state_specs(state: Any, params: Any, specs: Any, mesh: Mapping[str, int]) -> Any:
+    """A `PartitionSpec` for every array of an Optax state: what is shaped like the parameters is sharded like them.
+
+    A moment's payload takes its parameter's spec, its scales and exponents too wherever the number of groups divides by the
+    mesh, and are whole along an axis where it does not. Everything else, such as counts, is replicated.
+
+    Args:
+      state: of any Optax transformation, arrays or `jax.ShapeDtypeStruct`s.
+      params: the parameters.
+      specs: a tree like params of `PartitionSpec`s.
+      mesh: sizes of the mesh axes by name, such as `mesh.shape`.
+
+    Returns:
+      A tree like state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from coat_jax import coat_adamw
+      >>> from jax.sharding import PartitionSpec as P
+      >>> params = {"kernel": jnp.zeros((256, 1024))}
+      >>> state = jax.eval_shape(coat_adamw(1e-3).init, params)
+      >>> state_specs(state, params, {"kernel": P(None, "fsdp")}, {"fsdp": 8})[0].mu["kernel"].scale == P(None, "fsdp")
+      True
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    shapes = [leaf.shape for leaf in leaves]
+
+    def is_moment(node: Any) -> bool:
+        return isinstance(node, QuantizedArray)
+
+    def like_params(node: Any) -> bool:
+        leaves, structure = jax.tree.flatten(node, is_leaf=is_moment)
+        return bool(structure == treedef) and [getattr(leaf, "shape", None) for leaf in leaves] == shapes
+
+    def place(node: Any) -> Any:
+        if not like_params(node):
+            return jax.tree.map(lambda _: PartitionSpec(), node)
+        rows = zip(jax.tree.leaves(node, is_leaf=is_moment), treedef.flatten_up_to(specs), strict=True)
+        return treedef.unflatten([_place_moment(leaf, spec, mesh) if is_moment(leaf) else spec for leaf, spec in rows])
+
+    return jax.tree.map(place, state, is_leaf=lambda node: like_params(node) or is_moment(node))
+
+
+def _place_moment(moment: QuantizedArray, spec: PartitionSpec, mesh: Mapping[str, int]) -> QuantizedArray:
+    parts = []
+    for groups, axes in zip(moment.scale.shape, tuple(spec) + (None,) * (moment.ndim - len(spec)), strict=True):
+        names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+        share = 1
+        for name in names:
+            share *= mesh[name]
+        parts.append(axes if groups % share == 0 else None)
+    scale = PartitionSpec(*parts)
+    exponent = None if moment.exponent is None else scale
+    return QuantizedArray.tree_unflatten((moment.spec, moment.dtype), (spec, scale, exponent))

@@ -1,0 +1,159 @@
+"""`coat-jax plan`: rows, a table, JSON, a picture."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from coat_jax.plan import row as planning
+from coat_jax.plan import search
+from coat_jax.plan.devices import GIB
+from coat_jax.plan.row import RESERVE_BYTES, Row
+from coat_jax.plan.setting import Setting
+from coat_jax.train.provenance import compact, provenance
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc-cu12")
+
+LEFT_OUT = (
+    "Compiled: XLA's plan for the device, not a measurement. It leaves out the CUDA context, workspaces of cuBLAS and NCCL, "
+    "and fragmentation. redone: share of the needed operations that is done twice. k tok/s: thousands of tokens per second and "
+    "GPU, modelled, a bound from above."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What is shown and written.
+
+    Attributes:
+      json: a file for the rows, "-" for standard output, or None.
+      plot: a PNG file for the picture, or None.
+      reserve_gib: what has to stay free for a step to fit.
+
+    Raises:
+      ValueError: a negative reserve, or a file whose folder does not exist.
+    """
+
+    json: str | None = None
+    plot: Path | None = None
+    reserve_gib: float = RESERVE_BYTES / GIB
+
+    def __post_init__(self):
+        if not self.reserve_gib >= 0:
+            raise ValueError(f"reserve={self.reserve_gib} GiB; use 0 or more")
+        for name, path in (("json", self.json), ("plot", self.plot)):
+            if path not in (None, "-") and not Path(path).parent.is_dir():
+                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(Path(path).parent)!r}")
+
+    @property
+    def reserve_bytes(self) -> int:
+        """The reserve in bytes."""
+        return int(self.reserve_gib * GIB)
+
+    @property
+    def console(self) -> Console:
+        """Where people read: standard error if the JSON goes to standard output."""
+        return Console(stderr=self.json == "-")
+
+    def show(self, rows: Sequence[Row], command: str) -> None:
+        """The table, then the files."""
+        self.console.print(table(rows, self.reserve_bytes))
+        for row in rows:
+            if len(rows) == 1 or row.error is not None:
+                self.console.print(details(row), highlight=False)
+        self.console.print(LEFT_OUT, style="dim")
+        document = provenance(command, PACKAGES) | {"rows": [row.to_json(self.reserve_bytes) for row in rows]}
+        if self.json == "-":
+            sys.stdout.write(compact(document))
+        elif self.json is not None:
+            Path(self.json).write_text(compact(document))
+        if self.plot is not None:
+            from coat_jax.plan.picture import frontier
+
+            frontier(rows).savefig(self.plot, dpi=150)
+
+
+def run(
+    setting: Setting, *, compare: bool = False, fit: bool = False, output: Output | None = None, command: str = ""
+) -> list[Row]:
+    """Plans one setting, or the frontier around it, and shows it.
+
+    Args:
+      setting: what to plan.
+      compare: plan every combination of `search.frontier`, sorted by peak.
+      fit: search for the largest batch that fits, for every row.
+      output: what is shown and written.
+      command: what was typed, for the JSON.
+
+    Raises:
+      PlanError: no CUDA plug-in is installed.
+    """
+    output = output or Output()
+    settings = search.frontier(setting) if compare else [setting]
+    rows = sorted(planned(settings, output, fit=fit), key=lambda row: (row.error is not None, -row.peak_bytes))
+    output.show(rows, command)
+    return rows
+
+
+def planned(settings: Iterable[Setting], output: Output, *, fit: bool) -> list[Row]:
+    """Rows of the settings, with a progress bar."""
+    settings = list(settings)
+    parts = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*parts, console=output.console, transient=True) as progress:
+        task = progress.add_task("compiling", total=len(settings))
+
+        def plan(setting: Setting) -> Row:
+            progress.update(task, description=f"{setting.label}, batch {setting.batch}")
+            return planning.plan(setting)
+
+        rows = []
+        for setting in settings:
+            rows.append(fitted(plan(setting), plan, output.reserve_bytes) if fit else plan(setting))
+            progress.advance(task)
+    return rows
+
+
+def fitted(row: Row, plan: Callable[[Setting], Row], reserve_bytes: int) -> Row:
+    """The row with the largest batch that fits."""
+    if row.error is not None:
+        return row
+    return dataclasses.replace(row, largest_batch=search.largest_batch(row, plan, reserve_bytes))
+
+
+def table(rows: Sequence[Row], reserve_bytes: int) -> Table:
+    """The rows for people; GiB."""
+    first = rows[0].setting
+    gpus = f"{first.gpus} x {first.device}" if first.gpus > 1 else f"one {first.device}"
+    title = f"{first.model}, {gpus}, batch {first.batch}, sequence {first.seq}; GiB per GPU"
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    shown.add_column("step", no_wrap=True)
+    with_batch = any(row.largest_batch is not None for row in rows)
+    names = ["peak", "arguments", "temps", "fits", "redone", "k tok/s", *["fits batch"] * with_batch]
+    for name in names:
+        shown.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: row.error is not None):
+        if row.error is not None:
+            shown.add_row(row.setting.label, "does not compile", *[""] * (len(names) - 1), style="red")
+            continue
+        sizes = [f"{n / GIB:.1f}" for n in (row.peak_bytes, row.argument_bytes, row.temp_bytes)]
+        cells = [*sizes, "yes" if row.fits(reserve_bytes) else "no", f"{row.recomputed:.1%}"]
+        cells += [f"{row.tokens_per_second / 1000:.1f}", *[str(row.largest_batch)] * with_batch]
+        shown.add_row(row.setting.label, *cells)
+    return shown
+
+
+def details(row: Row) -> str:
+    """Products, exchanges and what is kept, of one row, a line each."""
+    if row.error is not None:
+        return f"{row.setting.label}: {row.error}"
+    products = ", ".join(f"{n} {kind}" for kind, n in sorted(row.products.items()))
+    lines = [f"products in the program: {products}", f"kept for the backward pass: {row.kept_bytes / GIB:.1f} GiB"]
+    if row.collective_bytes:
+        largest_first = sorted(row.collective_bytes.items(), key=lambda item: -item[1])
+        exchanges = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in largest_first)
+        lines.append(f"exchanged in a step, GiB: {exchanges}")
+    return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""The training step that a `Setting` describes, ready to be compiled."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from coat_jax import recipes
+from coat_jax.models import llama, plain
+from coat_jax.optim import coat_adamw, codecs, state_specs
+from coat_jax.parallel import batch_spec, fsdp_specs
+from coat_jax.plan.compile import compile_for
+from coat_jax.plan.program import Program
+from coat_jax.plan.setting import Baseline, Setting
+from coat_jax.train.llama_parts import parts_of_llama
+from coat_jax.train.step import fused_step, ordinary_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step (params, state, tokens) -> (params, state, ...) with its arguments and where they live.
+
+    Attributes:
+      fn: the step, not jitted. tokens are int32 (batch, seq + 1): inputs and, one further, targets.
+      args: its abstract arguments.
+      specs: a tree of `PartitionSpec`s for them over the mesh {"fsdp": gpus}.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, Any, Any]
+    specs: tuple[Any, Any, Any]
+
+    def compile(self, setting: Setting) -> Program:
+        """The program for the setting's GPUs, with parameters and state donated, given all the memory that it wants."""
+        placed = (self.specs[0], self.specs[1], None) if setting.gpus > 1 else None
+        return compile_for(
+            setting.device,
+            self.fn,
+            *self.args,
+            gpus=setting.gpus,
+            donate_argnums=(0, 1),
+            in_shardings=self.specs,
+            out_shardings=placed,
+        )
+
+
+def optimizer(setting: Setting) -> optax.GradientTransformation:
+    """AdamW as Llama 2 was trained: b1 0.9, b2 0.95, weight decay 0.1."""
+    if setting.codec == Baseline.OPTAX:
+        return optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+    kept = codecs.named(setting.codec)
+    return coat_adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1, codec=kept, master=setting.master)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainStep:
+    """The step that everyone writes: all gradients, then the optimizer."""
+
+    model: plain.Llama
+    tx: optax.GradientTransformation
+
+    def init(self, params: Any) -> Any:
+        """The optimizer's state."""
+        return self.tx.init(params)
+
+    def __call__(self, params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """One step."""
+
+        def loss(params):
+            return self.model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:], method=self.model.loss)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        if hasattr(self.tx, "update_and_apply"):
+            return *self.tx.update_and_apply(grads, state, params), value
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+
+def training_step(setting: Setting) -> Step:
+    """The step that `setting` describes."""
+    tx = optimizer(setting)
+    tokens = jax.ShapeDtypeStruct((setting.batch, setting.seq + 1), jnp.int32)
+    step: Any
+    if setting.recipe == Baseline.PLAIN:
+        model: Any = plain.Llama(setting.config, plain.Remat(setting.remat), "cudnn")
+        # cuDNN's attention takes no arrays of a CPU; parameters are the same without it.
+        declared: Any = plain.Llama(setting.config)
+        step = PlainStep(model, tx)
+    else:
+        remat = "layer" if setting.remat == plain.Remat.LAYER else None
+        model = declared = llama.Llama(setting.config, recipes.named(setting.recipe), remat=remat)
+        make = fused_step if setting.fused else ordinary_step
+        step = make(parts_of_llama(model), tx)
+    params = jax.eval_shape(lambda: declared.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"])
+    state = jax.eval_shape(step.init, params)
+    placed = fsdp_specs(params, setting.gpus)
+    moments = state_specs(state, params, placed, {"fsdp": setting.gpus})
+    return Step(step, (params, state, tokens), (placed, moments, batch_spec()))
