@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import QuantizedArray, codecs, dequantize
-from coat_jax.optim import scale_by_coat_adam
+from coat_jax import QuantizedArray, coat_adamw, codecs, dequantize
+from coat_jax.optim import STATIC_ARGS, scale_by_coat_adam
 
 STORED = [name for name in codecs.names() if name != "float32"]
 SHAPE = (64, 256)
@@ -69,3 +69,16 @@ def test_dormant_elements_do_not_blur_live_ones(name):
     error, still = run(True)
     assert not still.any(), "a dormant element still moves"
     assert error < 1.6 * run(False)[0]
+
+
+def test_betas_in_bfloat16_are_refused():
+    """optax.inject_hyperparams gives hyperparameters the dtype of the parameters; b2 = 0.999 would be 1, every update NaN."""
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    inject = optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS)
+    with pytest.raises(TypeError, match="b1 has dtype bfloat16.*hyperparam_dtype=jnp.float32"):
+        inject(1e-3).init(params)
+    optimizer = optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS, hyperparam_dtype=jnp.float32)(
+        1e-3, master="bf16+8"
+    )
+    updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    assert jnp.isfinite(updates["w"]).all()

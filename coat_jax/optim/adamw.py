@@ -164,6 +164,17 @@ class CoatAdamW(optax.GradientTransformationExtraArgs):
         return self.parts.update_and_apply
 
 
+def _check_precision(**betas: jax.typing.ArrayLike) -> None:
+    """Raises TypeError for a beta in less than float32: in bfloat16 0.999 is 1 and every moment NaN."""
+    for name, beta in betas.items():
+        dtype = getattr(beta, "dtype", None)
+        if dtype is not None and dtype.itemsize < 4:
+            raise TypeError(
+                f"scale_by_coat_adam: {name} has dtype {dtype}, which cannot tell 0.999 from 1; use float32 "
+                "(optax.inject_hyperparams follows the parameters' dtype unless told hyperparam_dtype=jnp.float32)"
+            )
+
+
 def _renamed(result: tuple[Any, optax.ScaleByAdamState]) -> tuple[Any, CoatAdamState]:
     return result[0], CoatAdamState(*result[1])
 
@@ -200,12 +211,13 @@ def scale_by_coat_adam(
       leaves, given as stacks of one, as the update of the whole would: with the same groups and the same random bits.
 
     Raises:
-      ValueError, TypeError: an argument that does not fit, when the transformation is made.
+      ValueError, TypeError: an argument that does not fit, when the transformation is made; betas in less than float32.
 
     Source: arXiv 2410.19313, section 4; Kingma and Ba, arXiv 1412.6980.
     """
     patterns = leaves.check_filter(quantize_filter)
     Implementation.resolve(implementation, "scale_by_coat_adam")
+    _check_precision(b1=b1, b2=b2)
     adam = Adam(b1, b2, eps, eps_root)
 
     def init(params: Any) -> CoatAdamState:
