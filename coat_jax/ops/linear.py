@@ -76,10 +76,10 @@ def products(
     into = functools.partial(matrix_product, recipe=recipe, dtype=dtype)
 
     def left(h):
-        return operand(h.reshape(-1, size), recipe.linear_input)
+        return operand(h.reshape(math.prod(rows), size), recipe.linear_input)
 
     def right(w):
-        return operand(w.reshape(size, -1), recipe.weight)
+        return operand(w.reshape(size, w.size // max(size, 1)), recipe.weight)
 
     def run(h, kernels):
         return forward(h, kernels)[0]
@@ -92,7 +92,7 @@ def products(
     def backward(residual, gs):
         kept, kernels = residual
         x = left(kept) if shared else restore_operand(kept)
-        gs = [operand(g.reshape(-1, math.prod(f)), recipe.gradient) for g, f in zip(gs, features, strict=True)]
+        gs = [operand(g.reshape(math.prod(rows), math.prod(f)), recipe.gradient) for g, f in zip(gs, features, strict=True)]
         dws = [into(x, g, (0, 0), out=w.dtype).reshape(w.shape) for g, w in zip(gs, kernels, strict=True)]
         dhs = [into(g, right(w), (1, 1), out=dtype) for g, w in zip(gs, kernels, strict=True)]
         return functools.reduce(jnp.add, dhs).reshape(shape), dws
@@ -105,7 +105,7 @@ def products(
 def feature_shape(kernel: jax.Array, size: int) -> tuple[int, ...]:
     """The axes of a kernel behind its contracted ones, which hold `size` elements together."""
     contracted, axis = 1, 0
-    while contracted < size and axis < kernel.ndim:
+    while axis < kernel.ndim and (contracted < size or not axis):
         contracted, axis = contracted * kernel.shape[axis], axis + 1
     if contracted != size:
         raise ValueError(f"linear: a kernel of shape {kernel.shape} does not contract with {size} features of the input")

@@ -26,7 +26,7 @@ def cross_entropy(
       A float32 scalar; NaN where the weights are all 0.
 
     Raises:
-      ValueError: targets of another shape than h's tokens, or a chunk below 1.
+      ValueError: targets of another shape than h's tokens, no tokens, or a chunk below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,6 +35,8 @@ def cross_entropy(
     """
     if targets.shape != h.shape[:-1] or targets.ndim < 1:
         raise ValueError(f"cross_entropy: targets have shape {targets.shape}; h {h.shape} has tokens {h.shape[:-1]}")
+    if not targets.size:
+        raise ValueError(f"cross_entropy: targets have shape {targets.shape}; the mean over no tokens is undefined")
     if chunk < 1:
         raise ValueError(f"cross_entropy: chunk={chunk} tokens; use 1 or more")
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
