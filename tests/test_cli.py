@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from coat_jax.cli import main
+from coat_jax.train import accounting
 
 
 @pytest.fixture
@@ -50,6 +51,13 @@ def test_bad_input_is_one_line_and_status_two(here, capsys, arguments, names, ad
     assert len(lines) == 1 and lines[0].startswith("coat-jax: ") and names in lines[0] and advice in lines[0]
     assert printed.out == ""
     assert not (here / "out").exists()
+
+
+def test_model_that_does_not_fit_is_refused_before_it_is_made(here, capsys, monkeypatch):
+    monkeypatch.setattr(accounting, "memory", lambda: 2**20)
+    assert main(["compare"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "preset='tiny' needs 0.0 GiB for parameters and moments of 2 arms" in line and "use a smaller preset" in line
 
 
 def test_unknown_and_missing_commands(capsys):

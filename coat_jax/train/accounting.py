@@ -1,6 +1,7 @@
 """What an arm holds in memory: bytes of optimizer state, and bytes that its compiled step keeps for the backward pass."""
 
 import collections
+import os
 from typing import Any
 
 import jax
@@ -9,6 +10,17 @@ import optax
 
 from coat_jax.plan import Kept, kept_for_backward
 from coat_jax.quant import QuantizedArray
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays in a tree, or of the arrays whose shapes it holds."""
+    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def memory() -> int:
+    """Bytes that the first device has; a CPU has the machine's."""
+    limits = jax.devices()[0].memory_stats()
+    return limits["bytes_limit"] if limits else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def state_bytes(opt_state: Any) -> dict[str, Any]:

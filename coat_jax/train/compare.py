@@ -41,16 +41,22 @@ def run(
       What `compare.json` holds.
 
     Raises:
-      ValueError: text that is missing or too small, or an `out` that is a file.
+      ValueError: text that is missing or too small, a model that does not fit, or an `out` that is a file.
       DivergedError: a loss that is not finite. What was measured until then is written first, as it is on an interrupt.
     """
     console = console or Console()
     if out.exists() and not out.is_dir():
         raise ValueError(f"compare: out={str(out)!r} is a file; name a folder")
     corpus = text.load(data, seed=settings.seed, least_bytes=settings.batch * settings.seq + 1)
-    out.mkdir(parents=True, exist_ok=True)
     shape = np.zeros((settings.batch, settings.seq + 1), np.int32)
     trainers = {name: Trainer(build(settings, name), shape) for name in settings.arms}
+    needed = sum(accounting.nbytes(trainer.abstract_state) for trainer in trainers.values())
+    if needed > accounting.memory():
+        raise ValueError(
+            f"compare: preset={settings.preset!r} needs {needed / 2**30:.1f} GiB for parameters and moments of "
+            f"{len(trainers)} arms, here are {accounting.memory() / 2**30:.1f}; use a smaller preset or fewer arms"
+        )
+    out.mkdir(parents=True, exist_ok=True)
     results = report.header(settings, corpus, command)
     results["arms"] = {name: {"losses": [], "step_seconds": []} for name in settings.arms}
     try:
