@@ -22,7 +22,12 @@ from coat_jax.quant.codec import decode as decode_groups
 from coat_jax.quant.codec import encode as encode_groups
 
 FADING = 2.0**-16
-"""How far under its group's amax a momentum that only decays still widens the range: where COAT's k is about 1."""
+"""How far under its group's amax a moment that only decays still widens the range: where COAT's k is about 1.
+
+Less blurs live elements less (emulated, half of a group dormant for 470 steps: error of the update 9.2 instead of 9.6 % for
+`COAT`, 3.2 instead of 4.6 % for `LOG_RELATIVE`), but lifts the nu of dormant ones to where the live begin, and when their
+gradients come back the first updates are 34 and 39 % off, instead of 17 and 7 %.
+"""
 
 Stored = Any
 """A moment as it is kept: `Codes`, or a float32 array where the codec's spec is None."""
@@ -123,7 +128,7 @@ def encode(moments: Moments, codec: MomentCodec, axes: Axes, still: jax.Array, c
     Args:
       moments: float32, finite.
       still: which elements had a gradient of exactly 0. Their mu only decays; it is rounded towards zero, which it reaches in
-        some tens of steps, and from then on their nu does not widen the range of its group: live elements do not blur.
+        some tens of steps, and from then on their nu widens the range of its group as far as `FADING`, no more.
       count: the step.
       elements: for stochastic rounding.
     """
@@ -134,7 +139,7 @@ def encode(moments: Moments, codec: MomentCodec, axes: Axes, still: jax.Array, c
         noise = elements.noise(use, count, codec.antithetic) if spec.rounding is Rounding.STOCHASTIC else None
         return encode_groups(x, spec, axes, noise, idle)
 
-    nu = store(moments.nu, codec.nu, Draw.NU, Idle(moments.mu == 0, 1.0))
+    nu = store(moments.nu, codec.nu, Draw.NU, Idle(moments.mu == 0, FADING))
     mu = moments.mu
     if codec.relative:
         read = _load(nu, codec.nu, axes)
