@@ -22,6 +22,7 @@ from flax import linen as nn
 from coat_jax import ops, recipes
 from coat_jax.linen import FP8Embed, FP8TransformerBlock, Kernel, NormPrologue
 from coat_jax.ops import Recipe
+from coat_jax.parallel import batch_sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Layer(FP8TransformerBlock):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:  # type: ignore[override]
         """(batch, tokens, hidden) to the same shape, and nothing for the scan to collect."""
+        x = batch_sharded(x)
         if not self.input_only or self.is_initializing():
             return super().__call__(x), None
         fields = [field.name for field in dataclasses.fields(FP8TransformerBlock) if field.name not in ("parent", "name")]

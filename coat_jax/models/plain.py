@@ -1,4 +1,4 @@
-"""The Llama of `llama.py` in plain Flax, without an operation of this library: what memory is measured against."""
+"""The Llama of `llama.py` in plain Flax, with no arithmetic of this library: what memory is measured against."""
 
 import enum
 import functools
@@ -11,6 +11,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.models import llama
+from coat_jax.parallel import batch_sharded
 
 
 class Remat(enum.StrEnum):
@@ -71,6 +72,7 @@ class Layer(nn.Module):
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         """x: (batch, seq, hidden) -> the same."""
         c = self.config
+        x = batch_sharded(x)
         dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)
         width = c.hidden // c.heads
         h = RMSNorm(c, name="attention_norm")(x)

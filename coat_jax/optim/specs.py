@@ -33,6 +33,7 @@ def state_specs(state: Any, params: Any, specs: Any, mesh: Mapping[str, int]) ->
       >>> state_specs(state, params, {"kernel": P(None, "fsdp")}, {"fsdp": 8})[0].mu["kernel"].scale == P(None, "fsdp")
       True
     """
+    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     shapes = [leaf.shape for leaf in leaves]
 
