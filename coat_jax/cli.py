@@ -47,6 +47,28 @@ def compare(
     command.run(settings, data=[*(data or ()), *(paths or ())], out=out, command=_typed())
 
 
+@app.command()
+def recipes(
+    *,
+    data: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="A text file or folder; repeatable [standard library].")
+    ] = None,
+    arms: Annotated[str, typer.Option(help="What to train, BF16 first: names separated by commas.")] = "bf16,coat,lean",
+    preset: Annotated[str, typer.Option(help="Shape of the model.")] = "tiny",
+    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 5,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 500,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="The highest; a warm-up leads to it, a cosine to a tenth of it.")] = 4e-3,
+    out: Annotated[Path, typer.Option(help="The JSON file; runs that it holds are not repeated.")] = Path("out/recipes.json"),
+) -> None:
+    """Train every recipe from several seeds on real text and show how far its mean loss is from BF16's."""
+    from coat_jax.train import recipe_study
+
+    settings = recipe_study.Settings(preset, tuple(arms.split(",")), steps, batch, seq, 0, learning_rate)
+    recipe_study.run(settings, seeds=seeds, data=tuple(data or ()), out=out, command=_typed())
+
+
 def _typed() -> str:
     """The command as it was typed."""
     return shlex.join(["coat-jax", *sys.argv[1:]])
