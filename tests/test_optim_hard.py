@@ -85,3 +85,20 @@ def test_betas_in_bfloat16_are_refused():
     )
     updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
     assert jnp.isfinite(updates["w"]).all()
+
+
+def test_states_and_codecs_that_do_not_fit_are_refused_in_one_line():
+    params, other = {"w": jnp.ones((64, 128))}, {"w": jnp.ones((64, 64))}
+    optimizer = coat_adamw(1e-3)
+    for call, error, sentence in (
+        (lambda: coat_adamw(1e-3, codec="coat"), TypeError, "codec='coat' is not a MomentCodec; use codecs.COAT"),
+        (lambda: optimizer.update(other, optimizer.init(params), params), ValueError, "moments of shape \\(64, 128\\)"),
+        (
+            lambda: optimizer.update(params, coat_adamw(1e-3, codec=codecs.LOG_RELATIVE).init(params), params),
+            ValueError,
+            "the state keeps mu as int8, .*, the codec as e4m3, .*; use the codec that the state was made with",
+        ),
+    ):
+        with pytest.raises(error, match=sentence) as caught:
+            call()
+        assert "\n" not in str(caught.value)

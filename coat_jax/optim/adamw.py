@@ -218,6 +218,8 @@ def scale_by_coat_adam(
     patterns = leaves.check_filter(quantize_filter)
     Implementation.resolve(implementation, "scale_by_coat_adam")
     _check_precision(b1=b1, b2=b2)
+    if not isinstance(codec, MomentCodec):
+        raise TypeError(f"scale_by_coat_adam: codec={codec!r} is not a MomentCodec; use codecs.COAT or codecs.named('coat')")
     adam = Adam(b1, b2, eps, eps_root)
 
     def init(params: Any) -> CoatAdamState:

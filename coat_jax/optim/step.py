@@ -43,11 +43,23 @@ class Leaf(NamedTuple):
 
 
 def codec_of(codec: MomentCodec, mu: Any, nu: Any) -> MomentCodec:
-    """The codec of a leaf by what it keeps: `codec` along the leaf's axis, or FLOAT32."""
-    for stored in (nu, mu):
-        if isinstance(stored, QuantizedArray):
-            return codec.along(stored.spec.granularity.axis)  # type: ignore[attr-defined]
-    return FLOAT32
+    """The codec of a leaf by what it keeps: `codec` along the leaf's axis, or FLOAT32.
+
+    Raises:
+      ValueError: a state that was made with another codec.
+    """
+    specs = [moment.spec if isinstance(moment, QuantizedArray) else None for moment in (mu, nu)]
+    kept = next((spec.granularity for spec in specs if spec is not None), None)
+    if kept is None:
+        return FLOAT32
+    own = codec.along(kept.axis)  # type: ignore[attr-defined]
+    for name, spec, wanted in zip(("mu", "nu"), specs, (own.mu, own.nu), strict=True):
+        if spec != wanted:
+            raise ValueError(
+                f"coat_adamw: the state keeps {name} as {spec or 'float32'}, the codec as {wanted or 'float32'}; "
+                "use the codec that the state was made with"
+            )
+    return own
 
 
 def zeros(shape: tuple[int, ...], spec: QuantSpec | None) -> QuantizedArray | jax.Array:
@@ -68,6 +80,11 @@ def groups_of(codec: MomentCodec, shape: tuple[int, ...]) -> Groups:
 
 def split(stored: Any, groups: Groups) -> Any:
     """A moment of a leaf laid out by groups: `Codes` or float32."""
+    if stored.shape != groups.shape:
+        raise ValueError(
+            f"coat_adamw: a gradient of shape {groups.shape} for moments of shape {stored.shape}; "
+            "the state belongs to other parameters"
+        )
     return split_codes(stored)[0] if isinstance(stored, QuantizedArray) else groups.split(stored)
 
 
