@@ -92,11 +92,19 @@ def plan(
     reserve: Annotated[float, typer.Option(help="GiB per GPU to leave free.")] = 4.0,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the rows; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture.")] = None,
+    table: Annotated[
+        str | None, typer.Option(help="paper: all of its table, into --json, which an interrupted run continues.")
+    ] = None,
 ) -> None:
     """Compile the training step of a Llama for GPUs that need not be here: its memory, products and exchanges."""
-    from coat_jax.plan import PlanError, command
+    from coat_jax.plan import PlanError, command, paper
     from coat_jax.plan.setting import Setting
 
+    if table is not None:
+        if table != "paper" or json in (None, "-"):
+            raise ValueError(f"plan: table={table!r}; use --table paper --json FILE, which an interrupted run continues")
+        paper.run(Path(json), output=command.Output(json, plot, reserve), typed=_typed())
+        return
     if model is None:
         raise ValueError("plan: no MODEL; give a preset such as llama2-7b")
     setting = Setting(model, recipe, codec, master, remat, fused, gpus if batch is None else batch, seq, gpus, device)
@@ -107,6 +115,20 @@ def plan(
         print(f"coat-jax: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     if all(row.error for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Compile nothing for an H100.")] = False,
+) -> None:
+    """Say what works on this machine and what to install or change; status 1 if training would not run."""
+    from coat_jax.plan import doctor as command
+
+    findings = command.run(as_json=json, compile_kernels=not quick)
+    if any(finding.verdict is command.Verdict.FAIL for finding in findings):
         raise typer.Exit(1)
 
 

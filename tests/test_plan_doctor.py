@@ -1,0 +1,66 @@
+"""`coat-jax doctor` says what is missing and what to install, and its status says whether training would run."""
+
+import json
+
+import pytest
+
+from coat_jax import cli
+from coat_jax.plan import doctor, topology
+from coat_jax.plan.doctor import Verdict
+
+
+def test_here_everything_that_training_needs_works(capsys):
+    assert cli.main(["doctor", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 8 and all(line.startswith(("ok  ", "note")) for line in lines)
+    assert any("cpu" in line for line in lines)
+
+
+def test_json_has_every_finding_and_the_versions(capsys):
+    assert cli.main(["doctor", "--quick", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"jax", "jaxlib", "python"} <= set(document["versions"])
+    assert {f["verdict"] for f in document["findings"]} <= {"ok", "note"}
+
+
+@pytest.mark.parametrize(
+    ("package", "verdict", "advice"),
+    [
+        ("flax", Verdict.FAIL, "pip install flax"),
+        ("nvidia-cudnn-cu12", Verdict.NOTE, "pip install nvidia-cudnn-cu12"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_command_that_installs_it(monkeypatch, package, verdict, advice):
+    real = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda name: None if name in (package, "nvidia-cudnn-cu13") else real(name))
+    findings = doctor.run(compile_kernels=False)
+    assert [f for f in findings if f.verdict is verdict and f.advice.startswith(advice)]
+
+
+def test_a_jaxlib_of_another_version_would_stop_training(monkeypatch, capsys):
+    real = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda name: "0.1.2" if name == "jaxlib" else real(name))
+    assert cli.main(["doctor", "--quick"]) == 1
+    assert f"pip install jaxlib=={real('jax')}" in capsys.readouterr().out
+
+
+def test_without_the_plug_in_training_still_runs(monkeypatch, capsys):
+    monkeypatch.setattr(topology, "missing", lambda: "no plug-in; install it with: pip install 'coat-jax[plan]'")
+    assert cli.main(["doctor"]) == 0
+    assert "install it with: pip install 'coat-jax[plan]'" in capsys.readouterr().out
+
+
+def test_an_fp8_product_that_is_wrong_would_stop_training(monkeypatch, capsys):
+    def broken():
+        raise ArithmeticError("a product of quantized matrices is wrong")
+
+    monkeypatch.setattr(doctor, "_fp8_here", broken)
+    assert cli.main(["doctor", "--quick"]) == 1
+    assert "fail" in capsys.readouterr().out
+
+
+@pytest.mark.plan
+def test_products_and_kernels_compile_for_an_h100():
+    findings = {f.name: f for f in doctor.run()}
+    assert findings["FP8 product, compiled for an H100"].verdict is Verdict.OK
+    assert "mosaic_gpu" in findings["kernels, compiled for an H100"].seen
