@@ -1,13 +1,14 @@
 """Gradients of several micro-batches, summed in a scan; the last one is left to the step that uses the sums."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.train.backward import Tape
+from coat_jax.train.backward import Tape, weight_codes
+from coat_jax.train.once import Codes
 from coat_jax.train.parts import Batch, Params, Parts, hide, put, show, take
 
 
@@ -71,25 +72,43 @@ class Accumulation:
         return jax.tree.map(lambda s, g: (s.astype(jnp.float32) + g.astype(jnp.float32)).astype(self.dtype), sums, grads)
 
 
-Sums = tuple[Params | None, jax.Array | None, Batch]
-"""Sums of gradients and of losses over all micro-batches but the last, and the last."""
+class Sums(NamedTuple):
+    """Sums over all micro-batches but the last; None where there is one.
+
+    Attributes:
+      grads: of gradients, a tree like the trained parameters.
+      losses: of losses.
+      last: the last micro-batch.
+      codes: what the layers' weights are quantized to, for the last micro-batch too.
+    """
+
+    grads: Params | None
+    losses: jax.Array | None
+    last: Batch
+    codes: Codes | None = None
 
 
 def fused_sums(parts: Parts, params: Params, trained: Any, batch: Batch, how: Accumulation) -> Sums:
-    """The sums, each layer's added inside the backward pass: beside them no other gradients exist."""
+    """The sums, each layer's added inside the backward pass: beside them no other gradients exist.
+
+    Weights are quantized once, before the first micro-batch, and their codes serve all.
+    """
+    if how.micro_batches == 1:
+        return Sums(None, None, batch)
     rows = params[parts.stack]
+    codes = weight_codes(parts, params, jax.tree.map(lambda x: x[0], how.cut(batch)), trained)
 
     def add_row(sums: Params, i: jax.Array, grads: Params) -> tuple[Params, None]:
         return put(sums, how.add(take(sums, i), grads), i), None
 
     def one(carry: tuple[Params, jax.Array], micro: Batch) -> tuple[tuple[Params, jax.Array], None]:
         sums, losses = carry
-        tape = Tape.record(parts, params, micro, trained)
+        tape = Tape.record(parts, params, micro, trained, codes)
         row_sums, outer_sums = parts.split(sums)
         row_sums, _, outer = tape.walk(add_row, row_sums, lambda _, i: take(rows, i))
         return (parts.join(row_sums, how.add(outer_sums, outer)), losses + tape.loss), None
 
-    return _scan(one, hide(trained, params), batch, how)
+    return _scan(one, hide(trained, params), batch, how)._replace(codes=codes)
 
 
 def ordinary_sums(parts: Parts, params: Params, trained: Any, batch: Batch, how: Accumulation) -> Sums:
@@ -106,8 +125,8 @@ def ordinary_sums(parts: Parts, params: Params, trained: Any, batch: Batch, how:
 
 def _scan(one: Any, shown: Params, batch: Batch, how: Accumulation) -> Sums:
     if how.micro_batches == 1:
-        return None, None, batch
+        return Sums(None, None, batch)
     micro = how.cut(batch)
     first, last = jax.tree.map(lambda x: x[:-1], micro), jax.tree.map(lambda x: x[-1], micro)
     (sums, losses), _ = jax.lax.scan(one, (how.zeros(shown), jnp.zeros((), jnp.float32)), first)
-    return sums, losses, last
+    return Sums(sums, losses, last)

@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coat_jax.train import dependence
-from coat_jax.train.parts import Batch, Params, Parts, alone, hide, show, stacked
+from coat_jax.train import dependence, once
+from coat_jax.train.layer import Kept, Layer
+from coat_jax.train.once import Codes
+from coat_jax.train.parts import Batch, Params, Parts, alone, hide, one_row, show, stacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,50 +29,41 @@ class Tape:
 
     loss: jax.Array
     layers: int
-    _parts: Parts
-    _batch: Batch
     _outer: Params
-    _trained: Any
+    _layer: Layer
+    _codes: Codes | None
     _kept: Any
-    _from_row: tuple[bool, ...]
     _cotangent: Any
     _outer_pulls: tuple[Callable, Any]
 
     @classmethod
-    def record(cls, parts: Parts, params: Params, batch: Batch, trained: Any) -> "Tape":
+    def record(cls, parts: Parts, params: Params, batch: Batch, trained: Any, codes: Codes | None = None) -> "Tape":
         """Runs the model forward.
 
         Args:
           trained: a tree of bools like params; where False, no gradient is computed.
+          codes: of the layers' weights, from `weight_codes`; None quantizes weights where they are used.
         """
-        trained_rows, trained_outer = parts.split(trained)
         rows, outer = parts.split(params)
+        trained_rows, trained_outer = parts.split(trained)
 
         def differentiable(fn: Callable) -> Callable:
-            return lambda o, *rest: fn(show(trained_outer, o, outer), *rest, batch)
+            return lambda shown, *rest: fn(show(trained_outer, shown, outer), *rest, batch)
 
         shown = hide(trained_outer, outer)
         x, pull_embed = _pull_used(differentiable(parts.embed), shown)
-        layer = _layer_vjp(parts, batch, trained_rows)
-        row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), rows)
-        n = len(jax.tree.leaves(row))
-        from_row = tuple(
-            max(s, default=-1) < n for s in dependence.sources(lambda r, x: jax.tree.leaves(layer(r, x)[1]), row, x)
-        )
+        layer = Layer.of(parts, batch, trained_rows, one_row(rows), x)
 
-        def forward(x: Any, row: Params) -> tuple[Any, list]:
-            y, pull = layer(row, x)
-            _check_same(x, y)
-            return y, [leaf for leaf, again in zip(jax.tree.leaves(pull), from_row, strict=True) if not again]
+        def forward(x: Any, inputs: tuple[Params, Codes | None]) -> tuple[Any, Kept]:
+            row, codes = inputs
+            return layer.forward(row, x) if codes is None else once.using(layer.forward, codes, row, x)
 
-        x, kept = jax.lax.scan(forward, x, rows)
+        x, kept = jax.lax.scan(forward, x, (rows, codes))
         loss, pull_loss = _pull_used(differentiable(parts.loss), shown, x)
         if loss.shape != ():
             raise TypeError(f"Parts.loss: returned shape {loss.shape}; a loss is a scalar, the mean over the batch")
         d_head, cotangent = pull_loss(jnp.ones_like(loss))
-        return cls(
-            loss, parts.layers(params), parts, batch, shown, trained_rows, kept, from_row, cotangent, (pull_embed, d_head)
-        )
+        return cls(loss, parts.layers(params), shown, layer, codes, kept, cotangent, (pull_embed, d_head))
 
     def walk(self, visit: Callable, carry: Any, row_of: Callable[[Any, jax.Array], Params]) -> tuple[Any, Any, Params]:
         """Walks back from the last layer to the first, then to the embedding.
@@ -84,34 +77,30 @@ class Tape:
         Returns:
           The last carry, what was collected with the layers as first axis, and the gradients of the outer parameters.
         """
-        layer = _layer_vjp(self._parts, self._batch, self._trained)
 
-        def body(state: tuple[Any, Any], inputs: tuple[jax.Array, list]) -> tuple[tuple[Any, Any], Any]:
+        def body(state: tuple[Any, Any], inputs: tuple[jax.Array, Kept, Codes | None]) -> tuple[tuple[Any, Any], Any]:
             cotangent, carry = state
-            i, kept = inputs
-            # The cotangent stands in for x: only what does not depend on x is read from this second trace.
-            leaves, tree = jax.tree.flatten(layer(alone(row_of(carry, i)), cotangent)[1])
-            rest = iter(kept)
-            pull = jax.tree.unflatten(
-                tree, [x if again else next(rest) for x, again in zip(leaves, self._from_row, strict=True)]
-            )
-            grads, cotangent = pull(cotangent)
+            i, kept, codes = inputs
+            row, backward = alone(row_of(carry, i)), self._layer.backward
+            if codes is None:
+                grads, cotangent = backward(row, kept, cotangent)
+            else:
+                grads, cotangent = once.using(backward, codes, row, kept, cotangent)
             carry, collected = visit(carry, i, stacked(grads))
             return (cotangent, carry), collected
 
         pull_embed, d_head = self._outer_pulls
-        inputs = (jnp.arange(self.layers), self._kept)
+        inputs = (jnp.arange(self.layers), self._kept, self._codes)
         (cotangent, carry), collected = jax.lax.scan(body, (self._cotangent, carry), inputs, reverse=True)
         return carry, collected, _add(pull_embed(cotangent)[0], d_head, self._outer)
 
 
-def _layer_vjp(parts: Parts, batch: Batch, trained: Any) -> Callable:
-    """(row, x) -> (y, pull), differentiated in the trained leaves of the row and in x."""
-
-    def vjp(row: Params, x: Any) -> tuple[Any, Callable]:
-        return jax.vjp(lambda t, x: parts.layer(show(trained, t, row), x, batch), hide(trained, row), x)
-
-    return vjp
+def weight_codes(parts: Parts, params: Params, batch: Batch, trained: Any) -> Codes:
+    """The codes of all layers' weights, stacked: what forward and backward passes quantize them to. The batch gives shapes."""
+    rows, outer = parts.split(params)
+    x = jax.eval_shape(parts.embed, outer, batch)
+    layer = Layer.of(parts, batch, parts.split(trained)[0], one_row(rows), x)
+    return jax.lax.map(lambda row: layer.codes(row, x), rows)
 
 
 def _pull_used(fn: Callable, outer: Params, *rest: Any) -> tuple[Any, Callable]:
@@ -142,12 +131,3 @@ def _add(first: Params, second: Params, like: Params) -> Params:
         return sum(there[1:], there[0]) if there else jnp.zeros_like(x)
 
     return jax.tree.map(add, like, first, second)
-
-
-def _check_same(x: Any, y: Any) -> None:
-    shapes = [jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in (x, y)]
-    if shapes[0] != shapes[1]:
-        raise TypeError(f"Parts.layer: takes {shapes[0]} and returns {shapes[1]}; a scanned layer returns what it takes")
-    for leaf in jax.tree.leaves(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"Parts.embed: x has a leaf of {leaf.dtype}; pass what is not differentiated through the batch")

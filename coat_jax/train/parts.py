@@ -103,6 +103,11 @@ def put(tree: Any, row: Any, i: jax.Array | int) -> Any:
     return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i, 0), tree, row)
 
 
+def one_row(rows: Any) -> Any:
+    """Shapes and dtypes of one row of a stack."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+
+
 def alone(row: Any) -> Any:
     """A stack of one without its first axis: what `Parts.layer` takes."""
     return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), row)
