@@ -12,6 +12,7 @@ import numpy as np
 from coat_jax.train import data, report
 from coat_jax.train.arms import Settings, build
 from coat_jax.train.loop import Trainer
+from coat_jax.train.provenance import compact
 
 TAIL = 30
 """Steps whose mean loss is the end of a curve."""
@@ -31,6 +32,8 @@ def run(settings: Settings, seeds: int, *, out: Path | None = None) -> dict[str,
     Returns:
       What the file holds.
     """
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     corpus = data.load((), seed=0, least_bytes=settings.batch * settings.seq + 1)
     windows = data.Windows(corpus.train, settings.seq)
     shape = np.zeros((settings.batch, settings.seq + 1), np.int32)
@@ -40,6 +43,7 @@ def run(settings: Settings, seeds: int, *, out: Path | None = None) -> dict[str,
     for seed, (name, trainer) in itertools.product(range(seeds), trainers.items()):
         batches = itertools.islice(windows.batches(settings.batch, seed), settings.steps)
         curves[name].append([round(step.loss, 5) for step in trainer.train(trainer.start(seed), batches)])
+        print(f"seed {seed}, {name}: {statistics.fmean(curves[name][-1][-TAIL:]):.4f} nats per byte", flush=True)
     ends = {name: [statistics.fmean(curve[-TAIL:]) for curve in runs] for name, runs in curves.items()}
     first, second = ends.values()
     results |= {
@@ -49,7 +53,7 @@ def run(settings: Settings, seeds: int, *, out: Path | None = None) -> dict[str,
         "seed_noise": statistics.stdev(first),
     }
     if out is not None:
-        out.write_text(json.dumps(results) + "\n")
+        out.write_text(compact(results))
     return results
 
 
