@@ -18,6 +18,9 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one streaming multiprocessor of Hopper gives its blocks."""
 
 can_interpret = hasattr(plgpu, "InterpretGPUParams")
+"""Whether this jax can run kernels on the CPU."""
+has_sqrt = jax.__version_info__ >= (0, 12)
+"""Whether the backend lowers a square root; before, it is x times the reciprocal root."""
 _LOAD_INDEX = () if "idx" not in inspect.signature(plgpu.load).parameters else ((),)
 
 
@@ -29,7 +32,8 @@ def launch(body: Callable[..., None], out_types: Sequence[Any], scratch: Sequenc
       out_types: `jax.ShapeDtypeStruct`s of the results.
       scratch: shared memory and barriers.
       grid: axis names and sizes.
-      options: `name` of the kernel in profiles; `interpret` runs it on the CPU.
+      options: `name` of the kernel in profiles; `bytes_moved`, for XLA's schedule and for reading it from a compiled program;
+        `interpret` runs it on the CPU.
 
     Raises:
       ValueError: `interpret` on a jax without the interpreter.
@@ -37,11 +41,13 @@ def launch(body: Callable[..., None], out_types: Sequence[Any], scratch: Sequenc
     interpret = options.pop("interpret", False)
     if interpret and not can_interpret:
         raise ValueError(f"interpret: jax {jax.__version__} cannot interpret Mosaic GPU kernels; use jax 0.12, or plain XLA")
+    cost = pl.CostEstimate(flops=options.pop("flops", 0), transcendentals=0, bytes_accessed=options.pop("bytes_moved"))
     return pl.kernel(
         lambda *refs: pl.run_scoped(lambda *scratch_refs: body(*refs, *scratch_refs), *scratch),
         tuple(out_types),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        cost_estimate=cost,
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         **options,
     )
@@ -74,7 +80,8 @@ def rows_layout(width: int) -> Any:
 
 def columns_layout(columns: int) -> Any:
     """Registers of a (size, columns) tile in which a column lies in the lanes of one warp; columns are 32, 64, 128 or 256."""
-    across = min(columns, 128) // 16  # lanes, four neighbours each; the other lanes go down a column
+    vector = 4 if columns >= 64 else 2  # neighbours per lane, so that no two lanes meet in a bank of shared memory
+    across = min(columns, 128) // (4 * vector)  # lanes; the others go down a column
     down = 32 // across
-    tiling = plgpu.Tiling(((down, 16 * across), (down, 4 * across), (4,)))
+    tiling = plgpu.Tiling(((down, 4 * across * vector), (down, across * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)

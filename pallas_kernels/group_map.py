@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
 from pallas_kernels import backend
+from pallas_kernels.annotate import annotated
 from pallas_kernels.backend import pl, plgpu
 from pallas_kernels.tiles import Tiles
 
@@ -76,6 +77,12 @@ class Launch:
         held = min(4, max(1, backend.SHARED_MEMORY // self.shared_memory(self.stages)))
         return min(self.starts[-1], 2 if self.interpret else held * backend.SMS)
 
+    @property
+    def moved(self) -> int:
+        """Bytes of all copies from and to global memory, the whole tiles at ragged ends included."""
+        tile = sum(math.prod(self.tiles.shape(a.shape)) * a.dtype.itemsize for a in self.operands[0] + self.results[0])
+        return self.starts[-1] * tile
+
     def scratch(self) -> list[Any]:
         """Shared memory of the tiles, and one barrier per stage."""
         kept = [(self.stages, a) for a in self.operands[0]] + [(2, a) for a in self.results[0]]
@@ -99,7 +106,8 @@ class Launch:
 
     def compute(self, tile: jax.Array, operands: Sequence[Any], scalars: Sequence[Any]) -> tuple[jax.Array, ...]:
         """fn of one tile of operands in shared memory."""
-        values = next(ref.shape for ref in operands if len(ref.shape) == 2)
+        layouts = self.tiles.layouts(ref.shape for ref in operands if len(ref.shape) == 2)
+        values = next(iter(layouts))
         keywords: dict[str, Any] = {}
         if scalars:
             leaf = self.of_leaf(tile, range(len(self.operands)))
@@ -107,7 +115,8 @@ class Launch:
         if self.numbered:
             first = self.of_leaf(tile, self.starts[:-1])
             keywords["numbers"] = self.tiles.numbers(tile - first, values, self.of_leaf(tile, self.columns))
-        return self.fn(*(self.tiles.load(ref, values) for ref in operands), **keywords)
+        loaded = [backend.load(ref, layouts[ref.shape]) for ref in operands]
+        return annotated(lambda tiles, keywords: self.fn(*tiles, **keywords), layouts)(loaded, keywords)
 
     def body(self, *refs: Any, scalars: int) -> None:
         """The kernel: refs are the scalars, every leaf's operands, every leaf's fresh results, then the scratch."""
@@ -155,7 +164,8 @@ class Launch:
         held = [[jax.new_ref(x) if i in self.aliases else x for i, x in enumerate(leaf)] for leaf in leaves]
         fresh = [r for leaf in self.results for r, a in zip(leaf, self.aliases, strict=True) if a is None]
         body = functools.partial(self.body, scalars=len(scalars))
-        call = backend.launch(body, fresh, self.scratch(), {"program": self.programs}, name=self.name, interpret=self.interpret)
+        options = {"name": self.name, "interpret": self.interpret, "bytes_moved": self.moved}
+        call = backend.launch(body, fresh, self.scratch(), {"program": self.programs}, **options)
         made = iter(call(*scalars, *itertools.chain(*held)))
         return [tuple(next(made) if a is None else leaf[a][...] for a in self.aliases) for leaf in held]
 

@@ -1,6 +1,7 @@
 """How arrays of groups are cut into tiles: shapes, places, register layouts, and what the copy engine asks of them."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -69,13 +70,13 @@ class Tiles:
         row, column, columns = (jnp.asarray(x, jnp.int32).astype(jnp.uint32) for x in (row, column, columns))
         return (row + rows) * columns + (column + across)
 
-    def load(self, ref: Any, values: Shape) -> jax.Array:
-        """A tile from shared memory; `values` is the shape of the tile of values that per-group numbers belong to."""
-        if self.axis == -2:
-            layout = backend.columns_layout(self.extent)
-        else:
-            layout = backend.rows_layout(ref.shape[1] if len(ref.shape) == 2 else values[1])
-        return backend.load(ref, layout if len(ref.shape) == 2 else layout.reduce(self.axis % 2))
+    def layouts(self, shapes: Iterable[Shape]) -> dict[Shape, Any]:
+        """The register layout of every shape among the tiles of values `shapes`, and of the numbers per group of the first."""
+        found: dict[Shape, Any] = {}
+        for shape in shapes:
+            found[shape] = backend.columns_layout(self.extent) if self.axis == -2 else backend.rows_layout(shape[1])
+            found.setdefault((self.extent,), found[shape].reduce(self.axis % 2))
+        return found
 
     @staticmethod
     def pad(array: jax.Array, axis: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.optim import codecs, leaves, master
+from coat_jax.optim import codecs, fused, leaves, master
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
@@ -57,6 +57,7 @@ class AdamW:
     scale: optax.GradientTransformationExtraArgs
     codec: MomentCodec
     master: Master | None
+    implementation: Implementation | None = None
 
     @property
     def tail(self) -> optax.GradientTransformationExtraArgs:
@@ -77,6 +78,7 @@ class AdamW:
         self, updates: Any, state: tuple[Any, ...], params: Any = None, *, row: jax.Array | None = None, **extra: Any
     ) -> tuple[Any, tuple[Any, ...]]:
         """Updates for `optax.apply_updates`, float32, and the next state; `row` as in `scale_by_coat_adam`."""
+        Implementation.resolve(self.implementation, "coat_adamw", "has a kernel for update_and_apply only")
         directions, first = self.scale.update(updates, state[0], params, row=row)
         if self.master is None:
             updates, rest = self.tail.update(directions, state[1:], params, **extra)
@@ -131,12 +133,14 @@ class AdamW:
         nothing = tree.structure.unflatten([None] * len(tree.leaves))
         compensation = nothing if self.master is None else state[3].compensation
         columns = tree.beside(grads, state[0].mu, state[0].nu, compensation)
-        rows = []
-        for name, param, rate, (grad, mu, nu, lack) in zip(
-            tree.names, tree.leaves, self.rates(state, params), zip(*columns, strict=True), strict=True
-        ):
-            weight, mu, nu = stepper.update(grad, mu, nu, Weight(param, lack), rate, Leaf(name, row))
-            rows.append((*weight, mu, nu))
+        tasks = [
+            fused.Task(grad, mu, nu, Weight(param, lack), rate, row)
+            for param, rate, (grad, mu, nu, lack) in zip(
+                tree.leaves, self.rates(state, params), zip(*columns, strict=True), strict=True
+            )
+        ]
+        done = fused.update(stepper, tasks, tree.names, self.implementation)
+        rows = [(*weight, mu, nu) for weight, mu, nu in done]
         params, compensation, mu, nu = tree.build(rows, 4)
         return params, self.advance(state, mu, nu, compensation)
 
@@ -270,7 +274,8 @@ def coat_adamw(
       b1, b2, eps, eps_root: as in `scale_by_coat_adam`.
       weight_decay: strength of the decoupled decay.
       mask: which leaves decay, as in `optax.adamw`.
-      codec, quantize_filter, min_size, implementation: as in `scale_by_coat_adam`.
+      codec, quantize_filter, min_size: as in `scale_by_coat_adam`.
+      implementation: who computes `update_and_apply`; None takes the kernel in programs for a Hopper GPU. `update` is XLA's.
       master: how bfloat16 parameters keep small updates: "bf16+8", "bf16+16", "bf16-stochastic", or None where parameters are
         float32. `optax.apply_updates` must follow at once, so this transformation comes last in a chain.
 
@@ -295,8 +300,7 @@ def coat_adamw(
 
     Source: arXiv 2410.19313; Loshchilov and Hutter, arXiv 1711.05101.
     """
-    scale = scale_by_coat_adam(
-        b1, b2, eps, eps_root, codec=codec, quantize_filter=quantize_filter, min_size=min_size, implementation=implementation
-    )
+    chosen = Implementation.resolve(implementation, "coat_adamw", None)
+    scale = scale_by_coat_adam(b1, b2, eps, eps_root, codec=codec, quantize_filter=quantize_filter, min_size=min_size)
     adam = Adam(b1, b2, eps, eps_root)
-    return CoatAdamW(AdamW(learning_rate, adam, weight_decay, mask, scale, codec, Master.resolve(master)))
+    return CoatAdamW(AdamW(learning_rate, adam, weight_decay, mask, scale, codec, Master.resolve(master), chosen))

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from coat_jax.quant.rounding import finite
+
 
 class Master(enum.StrEnum):
     """How a bfloat16 parameter keeps the updates that are too small for it."""
@@ -65,7 +67,7 @@ def load(weight: Weight) -> jax.Array:
         return value
     shift = 8 if weight.compensation.dtype == jnp.int8 else 0
     exact = jax.lax.bitcast_convert_type(_bits(value) + (weight.compensation.astype(jnp.int32) << shift), jnp.float32)
-    return jnp.where(jnp.isfinite(value), exact, value)
+    return jnp.where(finite(value), exact, value)
 
 
 def compensate(value: jax.Array, param: jax.Array, master: Master) -> jax.Array | None:
@@ -76,8 +78,8 @@ def compensate(value: jax.Array, param: jax.Array, master: Master) -> jax.Array 
     if master is Master.BF16_8:
         lack = (lack + 128) >> 8
     info = jnp.iinfo(master.dtype)
-    finite = jnp.isfinite(value) & jnp.isfinite(param.astype(jnp.float32))
-    return jnp.where(finite, jnp.clip(lack, info.min, info.max), 0).astype(master.dtype)
+    known = finite(value) & finite(param.astype(jnp.float32))
+    return jnp.where(known, jnp.clip(lack, info.min, info.max), 0).astype(master.dtype)
 
 
 def nearest(value: jax.Array, master: Master, noise: jax.Array | None) -> jax.Array:
@@ -89,7 +91,7 @@ def nearest(value: jax.Array, master: Master, noise: jax.Array | None) -> jax.Ar
     if master is Master.STOCHASTIC:
         assert noise is not None
         half = (noise * 2.0**16).astype(jnp.int32)
-    return jnp.where(jnp.isfinite(value), _upper(_bits(value) + half), value.astype(jnp.bfloat16))
+    return jnp.where(finite(value), _upper(_bits(value) + half), value.astype(jnp.bfloat16))
 
 
 def store(value: jax.Array, like: jax.Array, master: Master | None, noise: jax.Array | None = None) -> Weight:

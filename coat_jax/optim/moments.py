@@ -155,7 +155,7 @@ def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moment
     mu = hyper.rounded(hyper.b1 * old.mu) + hyper.rounded((1 - hyper.b1) * grad)
     nu = hyper.rounded(hyper.b2 * old.nu) + hyper.rounded((1 - hyper.b2) * grad * grad)
     direction = (mu * hyper.correction_mu) / (jnp.sqrt(nu * hyper.correction_nu + hyper.eps_root) + hyper.eps)
-    finite = jnp.isfinite(nu)
+    finite = rounding.finite(nu)
     return direction, Moments(jnp.where(finite, mu, old.mu), jnp.where(finite, nu, old.nu))
 
 

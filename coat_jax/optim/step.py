@@ -31,15 +31,22 @@ class Leaf(NamedTuple):
     name: str
     row: jax.Array | int | None = None
 
+    @property
+    def seed(self) -> int:
+        """The seed of the leaf's random bits."""
+        return leaves.leaf_seed(self.name)
+
+    def offset(self, shape: tuple[int, ...]) -> jax.Array | int:
+        """The number, in the whole leaf, of the first element of arrays of `shape`."""
+        if self.row is None:
+            return 0
+        return jnp.asarray(self.row, jnp.uint32) * jnp.uint32(np.prod(shape, dtype=np.uint64) % 2**32)
+
     def elements(self, shape: tuple[int, ...], groups: Groups, needed: bool) -> Elements:
         """The random bits' numbering of arrays of `shape` seen as `groups`."""
-        seed = leaves.leaf_seed(self.name)
         if not needed:
-            return Elements(seed, None)
-        offset = (
-            0 if self.row is None else jnp.asarray(self.row, jnp.uint32) * jnp.uint32(np.prod(shape, dtype=np.uint64) % 2**32)
-        )
-        return Elements(seed, groups.split(rounding.element_index(shape, offset)))
+            return Elements(self.seed, None)
+        return Elements(self.seed, groups.split(rounding.element_index(shape, self.offset(shape))))
 
 
 def codec_of(codec: MomentCodec, mu: Any, nu: Any) -> MomentCodec:

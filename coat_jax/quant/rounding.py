@@ -22,6 +22,11 @@ def floor(x: jax.Array) -> jax.Array:
     return jnp.where(near > x, near - 1.0, near)
 
 
+def finite(x: jax.Array) -> jax.Array:
+    """Whether x is neither inf nor NaN. (Kernels have no `isfinite`.)"""
+    return jnp.abs(x) < jnp.inf
+
+
 def to_bfloat16(x: jax.Array) -> jax.Array:
     """float32 x at bfloat16's precision, to nearest even, by its bits: no compiler removes it, and kernels have it."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -67,4 +72,4 @@ def paired(seed: jax.Array | int, step: jax.Array, index: jax.Array) -> jax.Arra
     """float32 in [0, 1), a pure function of (seed, step, index): u in an even step, 1 - u in the next one."""
     step = step.astype(jnp.uint32)
     bits = mix(index ^ mix(fold(seed, step >> 1)))
-    return _unit(jnp.where((step & 1) == 1, ~bits, bits))
+    return _unit(bits ^ (jnp.uint32(0) - (step & 1)))  # every bit turned in an odd step

@@ -1,0 +1,134 @@
+"""One step of many leaves: a kernel reads and writes each of them once where the program is for a Hopper GPU, else XLA.
+
+Both run the group math of `coat_jax.optim.moments`. Leaves that look alike to a kernel (group axis and size, dtypes) share its
+launches; leaves with float32 moments stay with XLA.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax.optim import master, moments
+from coat_jax.optim.master import Weight
+from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
+from coat_jax.optim.step import Leaf, Stepper, codec_of, groups_of, merge, split
+from coat_jax.quant import Groups, Implementation
+from coat_jax.quant.implementation import choose, group_map, refusal
+
+LEAVES = 8
+"""Leaves in one launch at most: a kernel has code for the copies of each."""
+
+
+class Task(NamedTuple):
+    """What one leaf brings to a step: gradient, moments as they are kept, weight, rate, and the row that a leaf is, if one."""
+
+    grad: jax.Array
+    mu: Any
+    nu: Any
+    weight: Weight
+    rate: Rate
+    row: jax.Array | int | None
+
+
+def update(
+    stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], implementation: Implementation | str | None
+) -> list[tuple[Weight, Any, Any]]:
+    """The next weight of every leaf, and its mu and nu to keep.
+
+    Raises:
+      ValueError: an implementation that is unknown or cannot run.
+    """
+    results: list[Any] = [None] * len(tasks)
+    kinds = [_kind(stepper, task) for task in tasks]
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, other in enumerate(kinds) if other == kind]
+        size = len(members) if kind is None else LEAVES
+        for some in (members[start : start + size] for start in range(0, len(members), size)):
+            done = _step(stepper, [tasks[i] for i in some], [names[i] for i in some], None if kind is None else implementation)
+            for i, result in zip(some, done, strict=True):
+                results[i] = result
+    return results
+
+
+def _kind(stepper: Stepper, task: Task) -> Hashable:
+    """What leaves in one launch have in common; None for a leaf with float32 moments."""
+    codec = codec_of(stepper.codec, task.mu, task.nu)
+    if not codec.quantizes:
+        return None
+    groups = groups_of(codec, task.grad.shape)
+    dtypes = tuple(x.dtype for x in jax.tree.leaves(task[:4]))
+    return codec, dtypes, max(groups.tile, default=1), _refusal(stepper, task, groups)
+
+
+def _refusal(stepper: Stepper, task: Task, groups: Groups) -> str | None:
+    if groups.ragged and _numbered(stepper, task):
+        return "has no kernel that rounds the groups of a ragged leaf stochastically"
+    return refusal(groups)
+
+
+def _numbered(stepper: Stepper, task: Task) -> bool:
+    return stepper.codec.stochastic or (master.needs_noise(stepper.master) and master.splits(task.weight.param, stepper.master))
+
+
+def _step(
+    stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], implementation: Implementation | str | None
+) -> list[tuple[Weight, Any, Any]]:
+    """One step of leaves of one kind."""
+
+    def at(hyper: Hyper) -> Stepper:
+        return Stepper(stepper.codec, stepper.master, hyper)
+
+    def plain(hyper: Hyper, tasks: Sequence[Task]) -> Any:
+        return [at(hyper).update(*task[:5], Leaf(name, task.row)) for name, task in zip(names, tasks, strict=True)]
+
+    def kernel(hyper: Hyper, tasks: Sequence[Task], *, interpret: bool) -> Any:
+        return _launch(at(hyper), tasks, names, interpret)
+
+    codec = codec_of(stepper.codec, tasks[0].mu, tasks[0].nu)
+    if not codec.quantizes:
+        return plain(stepper.hyper, tasks)
+    refused = _refusal(stepper, tasks[0], groups_of(codec, tasks[0].grad.shape))
+    options = {"operation": "coat_adamw", "implementation": implementation, "refused": refused}
+    return choose(kernel, plain, stepper.hyper, list(tasks), **options)
+
+
+def _launch(stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], interpret: bool) -> list[tuple[Weight, Any, Any]]:
+    """One launch of the kernel."""
+    codec = codec_of(stepper.codec, tasks[0].mu, tasks[0].nu)
+    groups = [groups_of(codec, task.grad.shape) for task in tasks]
+    laid = [
+        (g.split(task.grad), Moments(split(task.mu, g), split(task.nu, g)), jax.tree.map(g.split, task.weight))
+        for task, g in zip(tasks, groups, strict=True)
+    ]
+    tree = jax.tree.structure(laid[0])
+    leaves = [Leaf(name, task.row) for name, task in zip(names, tasks, strict=True)]
+    places = [(leaf.seed, leaf.offset(task.grad.shape)) for leaf, task in zip(leaves, tasks, strict=True)]
+    scalars = [jnp.broadcast_to(value, len(tasks)) for value in stepper.hyper]
+    scalars += [jnp.stack(column) for column in zip(*(task.rate for task in tasks), strict=True)]
+    scalars += [jnp.stack([jnp.asarray(x, jnp.uint32) for x in column]) for column in zip(*places, strict=True)]
+
+    def step(*tiles, axes, scalars, numbers=None):
+        grad, stored, weight = jax.tree.unflatten(tree, tiles)
+        hyper, rate = Hyper(*scalars[: len(Hyper._fields)]), Rate(*scalars[len(Hyper._fields) : -2])
+        elements = Elements(scalars[-2], None if numbers is None else numbers + scalars[-1])
+        direction, kept = moments.step(grad.astype(jnp.float32), stored, codec, axes, hyper, elements)
+        return tuple(jax.tree.leaves((kept, moments.update_weight(weight, direction, stepper.master, rate, hyper, elements))))
+
+    kept_tree = jax.tree.structure(laid[0][1:])
+    done = group_map(
+        step,
+        [jax.tree.leaves(operands) for operands in laid],
+        groups,
+        name="coat_adamw",
+        scalars=scalars,
+        aliases={i: i + 1 for i in range(kept_tree.num_leaves)},
+        numbered=_numbered(stepper, tasks[0]),
+        interpret=interpret,
+    )
+    results = []
+    for arrays, g in zip(done, groups, strict=True):
+        kept, weight = jax.tree.unflatten(kept_tree, arrays)
+        results.append((jax.tree.map(g.merge, weight), merge(kept.mu, g, codec.mu), merge(kept.nu, g, codec.nu)))
+    return results
