@@ -90,8 +90,9 @@ def _step(
     if not codec.quantizes:
         return plain(stepper.hyper, tasks)
     refused = _refusal(stepper, tasks[0], groups_of(codec, tasks[0].grad.shape))
-    options = {"operation": "coat_adamw", "implementation": implementation, "refused": refused}
-    return choose(kernel, plain, stepper.hyper, list(tasks), **options)
+    return choose(
+        kernel, plain, stepper.hyper, list(tasks), operation="coat_adamw", implementation=implementation, refused=refused
+    )
 
 
 def _launch(stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], interpret: bool) -> list[tuple[Weight, Any, Any]]:
@@ -123,7 +124,7 @@ def _launch(stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], inter
         groups,
         name="coat_adamw",
         scalars=scalars,
-        aliases={i: i + 1 for i in range(kept_tree.num_leaves)},
+        aliases={i: i + 1 for i in range(len(jax.tree.leaves(laid[0][1:])))},
         numbered=_numbered(stepper, tasks[0]),
         interpret=interpret,
     )

@@ -3,7 +3,6 @@
 import itertools
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

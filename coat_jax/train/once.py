@@ -5,6 +5,7 @@ keeping, what was rounded to one byte per element and the scales that came of a 
 these. Nothing that they were made from is evaluated again, so no weight is quantized inside a loop over micro-batches.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class _Fixed:
     def __init__(self, name: str, aval: Any, parents: Sequence["_Fixed"], make: Callable[[], Any]):
         self.name, self.parents, self._make = name, parents, make
         self.nbytes, self.one_byte = aval.size * aval.dtype.itemsize, aval.dtype.itemsize == 1 and aval.dtype != bool
-        self.of_weights = name.startswith(_WEIGHT) or any(parent.of_weights for parent in parents)
+        self.of_weights: bool = name.startswith(_WEIGHT) or any(parent.of_weights for parent in parents)
         made_of = [parent for parent in parents if parent.of_weights]
         rounded = self.one_byte and not any(parent.one_byte for parent in made_of)
         reduced = self.nbytes * _REDUCED <= max((parent.nbytes for parent in made_of), default=0)
@@ -89,7 +90,12 @@ class _Walk:
                 results.extend(_evaluate(equation, [x.value(self.codes) if isinstance(x, _Fixed) else x for x in inputs]))
             return results[i]
 
-        return [_Fixed(f"{name}.{i}", atom.aval, parents, lambda i=i: make(i)) for i, atom in enumerate(equation.outvars)]
+        made = [functools.partial(make, i) for i in range(len(equation.outvars))]
+        return [_Fixed(f"{name}.{i}", atom.aval, parents, made[i]) for i, atom in enumerate(equation.outvars)]
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _called(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]] | None:
@@ -114,7 +120,7 @@ def _evaluate(equation: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 def _walk(walk: _Walk, fn: Callable, row: Any, rest: tuple, known: bool) -> tuple[list[Any], Any]:
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(row, *rest)
     leaves = jax.tree.leaves(row)
-    roots = [_Fixed(f"{_WEIGHT} {i}", leaf, (), lambda leaf=leaf: leaf) for i, leaf in enumerate(leaves)]
+    roots = [_Fixed(f"{_WEIGHT} {i}", leaf, (), functools.partial(_itself, leaf)) for i, leaf in enumerate(leaves)]
     others = jax.tree.leaves(rest) if known else [None] * len(jax.tree.leaves(rest))
     consts = [x if known or _is_constant(x) else None for x in closed.consts]
     outputs = walk.outputs(closed.jaxpr, consts, [*roots, *others])
