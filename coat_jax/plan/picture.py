@@ -21,7 +21,8 @@ def frontier(rows: Sequence[Row]) -> matplotlib.figure.Figure:
     axes.barh(names, rest, left=arguments, color="#e0a458", label="gradients, activations, temporaries at the peak")
     for place, row in enumerate(rows):
         text = f" {row.peak_bytes / GIB:.1f}, {row.recomputed:.0%} recomputed"
-        axes.text(row.peak_bytes / GIB, place, text, va="center", fontsize=9)
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(row.peak_bytes / GIB + 0.5, place, text, va="center", fontsize=9, bbox=white)
     memory = rows[0].memory_bytes / GIB
     axes.axvline(memory, color="#8f3333", linestyle="--", linewidth=1)
     axes.text(memory, -0.75, f"{first.device.upper()}: {memory:.1f} GiB ", color="#8f3333", fontsize=9, ha="right", va="center")

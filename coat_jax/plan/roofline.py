@@ -57,6 +57,10 @@ def _traffic(module: hlo.Module, computation: hlo.Computation, instruction: hlo.
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or instruction.target.startswith("__cu"):
         return 0
     operands = [computation.instructions[name] for name in instruction.operands]
+    if instruction.opcode in ("dynamic-slice", "gather"):
+        return 2 * sum(v.nbytes for v in instruction.values)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * sum(v.nbytes for v in operands[1].values)
     if instruction.opcode not in ("fusion", "fusion-start"):
         return sum(v.nbytes for made in operands for v in made.values) + sum(v.nbytes for v in instruction.values)
     inside = module.computations[instruction.called[0]]
