@@ -13,7 +13,7 @@ from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
 from coat_jax.optim.moments import Draw, Rate
-from coat_jax.optim.step import Adam, Leaf, Stepper, groups_of, zeros
+from coat_jax.optim.step import Adam, Leaf, Stepper, groups_of, in_turn, zeros
 from coat_jax.quant import Implementation
 
 STATIC_ARGS = ("mask", "codec", "quantize_filter", "min_size", "implementation", "master")
@@ -243,7 +243,11 @@ def scale_by_coat_adam(
             return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
         tree, stepper = Named.of(updates), Stepper.at(state.count, adam, codec)
         columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
-        rows = [stepper.direction(grad, mu, nu, Leaf(name, row)) for name, grad, mu, nu in columns]
+        rows = []
+        for name, grad, mu, nu in columns:
+            if rows:
+                (grad, mu, nu), rows[-1] = in_turn((grad, mu, nu), rows[-1])
+            rows.append(stepper.direction(grad, mu, nu, Leaf(name, row)))
         directions, mu, nu = tree.build(rows, 3)
         return directions, CoatAdamState(optax.safe_increment(state.count), mu, nu)
 

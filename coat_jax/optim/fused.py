@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from coat_jax.optim import master, moments
 from coat_jax.optim.master import Weight
 from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
-from coat_jax.optim.step import Leaf, Stepper, codec_of, groups_of, merge, split
+from coat_jax.optim.step import Leaf, Stepper, codec_of, groups_of, in_turn, merge, split
 from coat_jax.quant import Groups, Implementation
 from coat_jax.quant.implementation import choose, group_map, refusal
 
@@ -40,16 +40,25 @@ def update(
     Raises:
       ValueError: an implementation that is unknown or cannot run.
     """
-    results: list[Any] = [None] * len(tasks)
+    done: list[Any] = []
+    order: list[int] = []
     kinds = [_kind(stepper, task) for task in tasks]
     for kind in dict.fromkeys(kinds):
         members = [i for i, other in enumerate(kinds) if other == kind]
         size = len(members) if kind is None else LEAVES
         for some in (members[start : start + size] for start in range(0, len(members), size)):
-            done = _step(stepper, [tasks[i] for i in some], [names[i] for i in some], None if kind is None else implementation)
-            for i, result in zip(some, done, strict=True):
-                results[i] = result
-    return results
+            here, done[-1:] = _in_turn([tasks[i] for i in some], done[-1:])
+            order += some
+            done += _step(stepper, here, [names[i] for i in some], None if kind is None else implementation)
+    return [done[order.index(i)] for i in range(len(tasks))]
+
+
+def _in_turn(tasks: list[Task], last: list[Any]) -> tuple[list[Task], list[Any]]:
+    """Tasks that can begin only when what the last one keeps is there."""
+    if not last:
+        return tasks, last
+    inputs, last = in_turn([task[:3] for task in tasks], last)
+    return [Task(*new, *task[3:]) for new, task in zip(inputs, tasks, strict=True)], last
 
 
 def _kind(stepper: Stepper, task: Task) -> Hashable:
@@ -81,7 +90,11 @@ def _step(
         return Stepper(stepper.codec, stepper.master, hyper)
 
     def plain(hyper: Hyper, tasks: Sequence[Task]) -> Any:
-        return [at(hyper).update(*task[:5], Leaf(name, task.row)) for name, task in zip(names, tasks, strict=True)]
+        done: list[Any] = []
+        for name, task in zip(names, tasks, strict=True):
+            (task,), done[-1:] = _in_turn([task], done[-1:])
+            done.append(at(hyper).update(*task[:5], Leaf(name, task.row)))
+        return done
 
     def kernel(hyper: Hyper, tasks: Sequence[Task], *, interpret: bool) -> Any:
         return _launch(at(hyper), tasks, names, interpret)

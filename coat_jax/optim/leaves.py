@@ -17,7 +17,9 @@ where a scan over layers stacks them into a large leaf."""
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A tree path as text: layers/attention/kernel."""
+    """A tree path as text: layers/attention/kernel. The value inside a variable of Flax NNX has the variable's name."""
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 

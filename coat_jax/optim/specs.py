@@ -38,22 +38,26 @@ def state_specs(state: Any, params: Any, specs: Any, mesh: Mapping[str, int]) ->
     shapes = [leaf.shape for leaf in leaves]
 
     def is_moment(node: Any) -> bool:
-        return isinstance(node, QuantizedArray)
+        return node is None or isinstance(node, QuantizedArray)  # None: a parameter that has nothing there
 
     def like_params(node: Any) -> bool:
         leaves, structure = jax.tree.flatten(node, is_leaf=is_moment)
-        return bool(structure == treedef) and [getattr(leaf, "shape", None) for leaf in leaves] == shapes
+        return bool(structure == treedef) and all(
+            leaf is None or getattr(leaf, "shape", None) == shape for leaf, shape in zip(leaves, shapes, strict=True)
+        )
 
     def place(node: Any) -> Any:
         if not like_params(node):
             return jax.tree.map(lambda _: PartitionSpec(), node)
         rows = zip(jax.tree.leaves(node, is_leaf=is_moment), treedef.flatten_up_to(specs), strict=True)
-        return treedef.unflatten([_place_moment(leaf, spec, mesh) if is_moment(leaf) else spec for leaf, spec in rows])
+        return treedef.unflatten([_place_moment(leaf, spec, mesh) for leaf, spec in rows])
 
     return jax.tree.map(place, state, is_leaf=lambda node: like_params(node) or is_moment(node))
 
 
-def _place_moment(moment: QuantizedArray, spec: PartitionSpec, mesh: Mapping[str, int]) -> QuantizedArray:
+def _place_moment(moment: Any, spec: PartitionSpec, mesh: Mapping[str, int]) -> Any:
+    if not isinstance(moment, QuantizedArray):
+        return None if moment is None else spec
     parts = []
     for groups, axes in zip(moment.scale.shape, tuple(spec) + (None,) * (moment.ndim - len(spec)), strict=True):
         names = axes if isinstance(axes, tuple) else (axes,) if axes else ()

@@ -1,6 +1,7 @@
 """One step of one leaf: arrays as they are kept on one side, group math on the other."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from coat_jax.optim import leaves, master, moments
 from coat_jax.optim.codecs import FLOAT32, MomentCodec
 from coat_jax.optim.master import Master, Weight
 from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
-from coat_jax.quant import Groups, PerTensor, QuantizedArray, QuantSpec, rounding
+from coat_jax.quant import Groups, PerGroup, PerTensor, QuantizedArray, QuantSpec, rounding
 from coat_jax.quant.formats import TINY
 from coat_jax.quant.quantize import merge_codes, split_codes
 
@@ -69,6 +70,22 @@ def codec_of(codec: MomentCodec, mu: Any, nu: Any) -> MomentCodec:
     return own
 
 
+def revive(stored: Any, spec: QuantSpec | None) -> Any:
+    """A stored moment, made a `QuantizedArray` again where only a mapping of its parts is left.
+
+    `flax.nnx.Optimizer` keeps its state as nested mappings, in which nodes of other libraries lose their class after a step.
+    The axis of the groups is the one for which the scale's shape fits.
+    """
+    if not isinstance(stored, Mapping) or spec is None:
+        return stored
+    payload, scale = stored["payload"], stored["scale"]
+    assert isinstance(spec.granularity, PerGroup)
+    turned = (dataclasses.replace(spec.granularity, axis=-1 - i) for i in range(payload.ndim))
+    fits = next(groups for groups in turned if Groups.of(groups, payload.shape).scale_shape == scale.shape)
+    spec = dataclasses.replace(spec, granularity=fits)
+    return QuantizedArray(payload, scale, stored.get("exponent"), spec, FLOAT)
+
+
 def zeros(shape: tuple[int, ...], spec: QuantSpec | None) -> QuantizedArray | jax.Array:
     """A moment of zeros: float32, or as `spec` stores it."""
     if spec is None:
@@ -123,6 +140,14 @@ def in_rows(step: Callable[[jax.Array, Any, Leaf], Any], grad: jax.Array, kept: 
     return jax.lax.fori_loop(0, grad.shape[0], row, kept)
 
 
+def in_turn(leaf: Any, last: Any) -> tuple[Any, Any]:
+    """What a leaf is updated from, and what the last one keeps, the first available only after the second.
+
+    Leaves do not depend on each other, and a compiler that begins all of them before it ends one holds float32 copies of all.
+    """
+    return jax.lax.optimization_barrier((leaf, last))
+
+
 class Adam(NamedTuple):
     """Adam's numbers as they were given: Python floats, or arrays where a schedule drives them."""
 
@@ -152,6 +177,7 @@ class Stepper(NamedTuple):
 
     def direction(self, grad: jax.Array, mu: Any, nu: Any, leaf: Leaf) -> tuple[jax.Array, Any, Any]:
         """The update direction of a leaf (float32), and its mu and nu to keep."""
+        mu, nu = revive(mu, self.codec.mu), revive(nu, self.codec.nu)
         if is_stack(grad, leaf):
             start = (jnp.zeros(grad.shape, FLOAT), mu, nu)
             return in_rows(lambda grad, kept, leaf: self.direction(grad, kept[1], kept[2], leaf), grad, start, leaf)
@@ -160,6 +186,7 @@ class Stepper(NamedTuple):
 
     def update(self, grad: jax.Array, mu: Any, nu: Any, weight: Weight, rate: Rate, leaf: Leaf) -> tuple[Weight, Any, Any]:
         """The next weight of a leaf, and its mu and nu to keep, in one pass."""
+        mu, nu = revive(mu, self.codec.mu), revive(nu, self.codec.nu)
         if is_stack(grad, leaf):
             return in_rows(
                 lambda grad, kept, leaf: self.update(grad, kept[1], kept[2], kept[0], rate, leaf), grad, (weight, mu, nu), leaf

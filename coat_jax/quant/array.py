@@ -67,7 +67,8 @@ class QuantizedArray:
         return sum(part.size * np.dtype(part.dtype).itemsize for part in parts if part is not None)
 
     def __repr__(self) -> str:
-        return f"QuantizedArray({self.dtype}{list(self.shape)} as {self.spec})"
+        shape = getattr(self.payload, "shape", None)  # tree functions put anything in the leaves
+        return f"QuantizedArray({self.dtype}{[] if shape is None else list(shape)} as {self.spec})"
 
     def tree_flatten_with_keys(self):
         """Leaves payload, scale, exponent, each under its name; spec and dtype are static."""

@@ -32,11 +32,13 @@ class Idle(NamedTuple):
 
     Attributes:
       mask: which they are.
-      reach: how far under its group's amax, as a ratio, an idle element still widens the range; 1 for not at all.
+      reach, power: an idle element widens the range of its group down to the ratio reach * r^power to amax and no further,
+        where r is the ratio to amax of the smallest element that is live.
     """
 
     mask: jax.Array
     reach: float
+    power: int
 
 
 class Codes(NamedTuple):
@@ -77,7 +79,8 @@ def smallest_ratio(x: jax.Array, amax: jax.Array, axes: Axes, idle: Idle | None)
     if idle is None:
         return smallest
     live = group_amin(jnp.where(idle.mask, 0.0, x), axes)
-    bounded = jnp.minimum(floor_ratio(live, amax), jnp.maximum(smallest, idle.reach))
+    ratio = floor_ratio(live, amax)
+    bounded = jnp.minimum(ratio, jnp.maximum(smallest, idle.reach * ratio**idle.power))
     return jnp.where(live < jnp.inf, bounded, smallest)
 
 
