@@ -243,7 +243,7 @@ def scale_by_coat_adam(
             return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
         tree, stepper = Named.of(updates), Stepper.at(state.count, adam, codec)
         columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
-        rows = []
+        rows: list[Any] = []
         for name, grad, mu, nu in columns:
             if rows:
                 (grad, mu, nu), rows[-1] = in_turn((grad, mu, nu), rows[-1])
