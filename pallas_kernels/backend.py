@@ -79,8 +79,8 @@ def rows_layout(width: int) -> Any:
 
 
 def columns_layout(columns: int) -> Any:
-    """Registers of a (size, columns) tile in which a column lies in the lanes of one warp; columns are 32, 64, 128 or 256."""
-    vector = 4 if columns >= 64 else 2  # neighbours per lane, so that no two lanes meet in a bank of shared memory
+    """Registers of a (size, columns) tile in which a column lies in the lanes of one warp; 16, 32, 64, 128 or 256 columns."""
+    vector = min(4, columns // 16)  # neighbours per lane, so that no two lanes meet in a bank of shared memory
     across = min(columns, 128) // (4 * vector)  # lanes; the others go down a column
     down = 32 // across
     tiling = plgpu.Tiling(((down, 4 * across * vector), (down, across * vector), (vector,)))

@@ -114,9 +114,10 @@ class Launch:
             keywords["scalars"] = tuple(ref[leaf] for ref in scalars)
         if self.numbered:
             first = self.of_leaf(tile, self.starts[:-1])
-            keywords["numbers"] = self.tiles.numbers(tile - first, values, self.of_leaf(tile, self.columns))
+            columns = self.of_leaf(tile, self.columns)
+            keywords["numbers"] = lambda: self.tiles.numbers(tile - first, values, columns)
         loaded = [backend.load(ref, layouts[ref.shape]) for ref in operands]
-        return annotated(lambda tiles, keywords: self.fn(*tiles, **keywords), layouts)(loaded, keywords)
+        return annotated(lambda *tiles: self.fn(*tiles, **keywords), layouts)(*loaded)
 
     def body(self, *refs: Any, scalars: int) -> None:
         """The kernel: refs are the scalars, every leaf's operands, every leaf's fresh results, then the scratch."""
@@ -197,7 +198,8 @@ def group_map(
       axis: -1 where groups lie along the last axis of an operand, -2 where they lie along the one before.
       scalars: arrays of one number per leaf; fn gets this leaf's as `scalars`.
       aliases: result -> operand of the same shape and dtype whose buffer it takes.
-      numbered: give fn `numbers`, the uint32 row-major number of every element in its operand.
+      numbered: give fn `numbers`, a function without arguments: the uint32 row-major number of every element in its operand.
+        (A function, so that they take registers only from where they are used.)
       interpret: run on the CPU (jax 0.12), with the race detector.
 
     Returns:
@@ -218,12 +220,16 @@ def group_map(
         padded = [tuple(Tiles.pad(x, axis) for x in leaf) for leaf in leaves]
         structs = tuple(tuple(Struct(x.shape, x.dtype) for x in leaf) for leaf in padded)
         tiles = Tiles.of(axis, structs[0])
-        keywords: dict[str, Any] = {"scalars": tuple(Struct((), s.dtype) for s in scalars)} if scalars else {}
         values = next(i for i, x in enumerate(leaves[0]) if x.ndim == 1 - axis)
         columns = tuple(leaf[values].shape[-1] for leaf in leaves)
-        if numbered:
-            keywords["numbers"] = Struct(tiles.shape(structs[0][values].shape), jnp.uint32)
-        outs = jax.eval_shape(fn, *(Struct(tiles.shape(a.shape), a.dtype) for a in structs[0]), **keywords)
+
+        def tile(*operands):
+            keywords: dict[str, Any] = {"scalars": tuple(s[0] for s in scalars)} if scalars else {}
+            if numbered:
+                keywords["numbers"] = lambda: jnp.zeros(operands[values].shape, jnp.uint32)
+            return fn(*operands, **keywords)
+
+        outs = jax.eval_shape(tile, *(Struct(tiles.shape(a.shape), a.dtype) for a in structs[0]))
         results = tuple(tuple(Struct(tiles.whole(o.shape, leaf[0].shape), o.dtype) for o in outs) for leaf in structs)
         plan = Launch(fn, tiles, structs, results, columns, places[: len(outs)], numbered, name, interpret)
         ran = plan.run(padded, scalars)

@@ -30,11 +30,12 @@ class Tiles:
 
     @classmethod
     def of(cls, axis: int, operands: tuple[Any, ...]) -> "Tiles":
-        """The tile for a function of `operands`: 8192 elements, 4096 where there are many operands to hold in registers."""
+        """The tile for a function of `operands`: 8192 elements, 2048 where they move more than 6 bytes each: a function of so
+        many operands has as many values alive, and 2048 is what no function here spills at."""
         widths = [a.shape[-1] if axis == -1 else a.shape[-2] for a in operands if a.ndim == 1 - axis]
-        elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 4096
+        elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 2048
         if axis == -2:
-            return cls(axis, next((n for n in (256, 128, 64) if n * max(widths) <= elements), 32))
+            return cls(axis, next((n for n in (256, 128, 64, 32) if n * max(widths) <= elements), 16))
         least = max(backend.rows_per_warpgroup(width) for width in widths)
         return cls(axis, min(256, max(least, elements // max(widths) // least * least)))
 

@@ -126,9 +126,15 @@ def _launch(stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], inter
     def step(*tiles, axes, scalars, numbers=None):
         grad, stored, weight = jax.tree.unflatten(tree, tiles)
         hyper, rate = Hyper(*scalars[: len(Hyper._fields)]), Rate(*scalars[len(Hyper._fields) : -2])
-        elements = Elements(scalars[-2], None if numbers is None else numbers + scalars[-1])
-        direction, kept = moments.step(grad.astype(jnp.float32), stored, codec, axes, hyper, elements)
-        return tuple(jax.tree.leaves((kept, moments.update_weight(weight, direction, stepper.master, rate, hyper, elements))))
+
+        def elements():
+            return Elements(scalars[-2], None if numbers is None else numbers() + scalars[-1])
+
+        # The weight comes first: what only it needs has left the registers when the moments are encoded.
+        direction, new = moments.adam(grad.astype(jnp.float32), moments.decode(stored, codec, axes), hyper)
+        weight = moments.update_weight(weight, direction, stepper.master, rate, hyper, elements())
+        kept = moments.encode(new, codec, axes, grad == 0, hyper.count, elements())
+        return tuple(jax.tree.leaves((kept, weight)))
 
     kept_tree = jax.tree.structure(laid[0][1:])
     done = group_map(

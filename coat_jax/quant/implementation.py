@@ -96,15 +96,13 @@ def group_map(
     """`pallas_kernels.group_map` for arrays laid out by `groups`, one per leaf, all with groups along one axis.
 
     fn takes the keyword `axes` besides tiles: the axes of a tile along which a group lies. `numbers` count the elements of the
-    array, without the fill of ragged groups.
+    array.
     """
     from pallas_kernels.group_map import group_map as kernel  # here, so that `import coat_jax` does not load Pallas
 
     [axis] = groups[0].axes
 
-    def call(*tiles: jax.Array, numbers: jax.Array | None = None, **keywords: Any) -> tuple[jax.Array, ...]:
-        if numbers is not None:
-            keywords["numbers"] = numbers
+    def call(*tiles: jax.Array, **keywords: Any) -> tuple[jax.Array, ...]:
         return fn(*tiles, axes=(axis,), **keywords)
 
     def view(x: jax.Array, laid: Groups) -> jax.Array:

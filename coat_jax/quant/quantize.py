@@ -65,12 +65,12 @@ def quantize(
         raise ValueError("quantize: the spec rounds stochastically and seed is None; give a uint32 seed, new for every call")
 
     def encode(x, *, axes, numbers=None, scalars=(None,)):
-        noise = None if numbers is None else rounding.uniform(scalars[0], numbers)
+        noise = None if numbers is None else rounding.uniform(scalars[0], numbers())
         return tuple(part for part in codec.encode(x.astype(jnp.float32), spec, axes, noise) if part is not None)
 
     def plain(x, *seeds):
-        numbers = groups.split(rounding.element_index(groups.shape)) if seeds else None
-        return encode(x, axes=groups.axes, numbers=numbers, scalars=seeds)
+        numbers = lambda: groups.split(rounding.element_index(groups.shape))  # noqa: E731
+        return encode(x, axes=groups.axes, numbers=numbers if seeds else None, scalars=seeds)
 
     def kernel(x, *seeds, interpret):
         scalars = [jnp.reshape(seed, 1) for seed in seeds]
