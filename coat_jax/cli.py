@@ -69,6 +69,26 @@ def recipes(
     recipe_study.run(settings, seeds=seeds, data=tuple(data or ()), out=out, command=_typed())
 
 
+@app.command()
+def codecs(
+    *,
+    data: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="A text file or folder; repeatable [standard library].")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of the small Llama with each codec.")] = 5,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 150,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 4,
+    seq: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 64,
+    groups: Annotated[int, typer.Option(help="Groups of 128 elements in each case on random gradients.")] = 16,
+    out: Annotated[Path, typer.Option(help="Folder for codecs.json; what it holds is not measured again.")] = Path("out"),
+) -> None:
+    """Measure every way of storing Adam's moments: errors, dormant elements, drops, and the loss of a small Llama."""
+    from coat_jax.train import codec_table as command
+
+    settings = command.Settings(steps=steps, batch=batch, seq=seq)
+    command.run(settings, seeds=seeds, groups=groups, data=tuple(data or ()), out=out, command=_typed())
+
+
 def _typed() -> str:
     """The command as it was typed."""
     return shlex.join(["coat-jax", *sys.argv[1:]])

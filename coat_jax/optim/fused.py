@@ -58,7 +58,7 @@ def _in_turn(tasks: list[Task], last: list[Any]) -> tuple[list[Task], list[Any]]
     if not last:
         return tasks, last
     inputs, last = in_turn([task[:3] for task in tasks], last)
-    return [Task(*new, *task[3:]) for new, task in zip(inputs, tasks, strict=True)], last
+    return [task._replace(grad=g, mu=mu, nu=nu) for (g, mu, nu), task in zip(inputs, tasks, strict=True)], last
 
 
 def _kind(stepper: Stepper, task: Task) -> Hashable:

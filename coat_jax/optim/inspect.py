@@ -30,6 +30,11 @@ def describe_state(state: Any) -> str:
       >>> import jax.numpy as jnp
       >>> from coat_jax import coat_adamw
       >>> print(describe_state(coat_adamw(1e-3).init({"kernel": jnp.ones((64, 128))})))
+      leaf         shape   stored as            group  axis  bytes   share
+      0/count      scalar  int32                -      -     4       0.0%
+      0/mu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
+      0/nu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
+      total                                                  17,028
     """
     rows = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from coat_jax.train import codec_errors, report
 from coat_jax.train import data as text
 from coat_jax.train.arms import Settings
 from coat_jax.train.codec_study import Study, bytes_per_parameter, real_moments
+from coat_jax.train.provenance import compact
 
 PERTURBED = "float32, perturbed"
 """The row of float32 runs whose initial parameters were changed a little."""
@@ -63,6 +63,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "codecs.json"
     results = report.header(settings, corpus, command) | {"seeds": seeds, "groups": groups, "last": last, "codecs": {}}
+    results = json.loads(json.dumps(results))  # tuples become lists, as in the file
     if path.exists():
         old = json.loads(path.read_text())
         if all(old.get(key) == results[key] for key in ("settings", "versions", "corpus", "seeds", "groups", "last")):
@@ -78,14 +79,14 @@ def run(
         _runs(results, path, progress, Study(settings, corpus))
     results["verdicts"] = verdicts(results)
     _write(results, path)
-    console.print(table(results))
+    for view in tables(results):
+        console.print(view)
     console.print(f"Written: {path}", highlight=False)
     return results
 
 
 def _write(results: dict[str, Any], path: Path) -> None:
-    compact = re.sub(r"\[[^][{}\"]*\]", lambda m: " ".join(m.group().split()), json.dumps(results, indent=1))
-    path.write_text(compact + "\n")
+    path.write_text(compact(results))
 
 
 def _errors(results: dict[str, Any], path: Path, progress: Progress) -> None:
@@ -149,24 +150,30 @@ def verdicts(results: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def table(results: dict[str, Any]) -> Table:
-    """The results as a table, a row for each codec; errors in percent of the update."""
+def tables(results: dict[str, Any]) -> list[Table]:
+    """The results as two tables with a row for each codec: errors on random gradients, and everything else."""
     sigmas = " / ".join(f"{s:g}" for s in codec_errors.SIGMAS)
-    view = Table(title=f"Update error in %, gradient scales lognormal(sigma), sigma {sigmas}")
-    for heading in ("codec", "B/param", "one shot", "closed loop, b2 .95", "b2 .999", "dormant", "drop", "loss - float32's"):
-        view.add_column(heading, justify="left" if heading == "codec" else "right")
+    errors = Table(title=f"error of the update in %, scales of gradients lognormal(sigma), sigma {sigmas}")
+    others = Table(title="bytes, tests, and a small Llama: storing its moments once, and its validation loss")
+    for view, headings in (
+        (errors, ("codec", "one shot", "closed loop, b2 0.95", "b2 0.999")),
+        (others, ("codec", "B/parameter", "dormant", "drop", "real moments", "loss above float32's")),
+    ):
+        for heading in headings:
+            view.add_column(heading, justify="left" if heading == "codec" else "right")
 
-    def percent(errors: list[float]) -> str:
-        return " / ".join(f"{100 * error:.2g}" if error < 0.1 else f"{100 * error:.0f}" for error in errors)
+    def percent(values: list[float]) -> str:
+        return " / ".join(f"{100 * value:.{1 if value < 0.1 else 0}f}" for value in values)
 
     for name, row in results["codecs"].items():
-        cells = [name, f"{row['bytes_per_parameter']:.3f}" if "bytes_per_parameter" in row else ""]
-        if "dormant" in row:
-            loop = row["closed_loop"]
-            cells += [percent(row["one_shot"]), percent(loop["0.95"]), percent(loop["0.999"])]
-            cells += ["passed" if row[test]["passed"] else "failed" for test in ("dormant", "drop")]
-        else:
-            cells += [""] * 5
-        mean, error = loss_difference(results, name)
-        view.add_row(*cells, f"{mean:+.4f} ± {error:.4f}" if name != "float32" else "")
-    return view
+        mean, deviation = loss_difference(results, name)
+        loss = "" if name == "float32" else f"{mean:+.4f} ± {deviation:.4f}"
+        if "dormant" not in row:
+            others.add_row(name, f"{row.get('bytes_per_parameter', 8.0):.3f}", "", "", "", loss)
+            continue
+        loop = row["closed_loop"]
+        errors.add_row(name, *map(percent, (row["one_shot"], loop["0.95"], loop["0.999"])))
+        tests = ["passed" if row[test]["passed"] else "failed" for test in ("dormant", "drop")]
+        real = f"{100 * results['real_moments']['relative_error'][name]['update']:.1f} %"
+        others.add_row(name, f"{row['bytes_per_parameter']:.3f}", *tests, real, loss)
+    return [errors, others]
