@@ -1,0 +1,150 @@
+"""The Llama: sizes, equality with plain Flax, what each recipe does to its gradients, and remat."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import coat_jax
+from coat_jax import ops, recipes
+from coat_jax.models import llama
+
+# Published sizes of the checkpoints of these names.
+PARAMETERS = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama3-8b": 8_030_261_248,
+    "olmo-1b": 1_176_764_416,
+    "olmo-7b": 6_888_095_744,
+}
+TOKENS = jax.random.randint(jax.random.key(3), (2, 17), 0, 256)
+SMALL = llama.preset("tiny", layers=2, hidden=32, intermediate=48)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_presets_have_the_published_sizes(name):
+    model = llama.Llama(llama.preset(name))
+    params = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32)), jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == PARAMETERS[name]
+
+
+class Plain(nn.Module):
+    """The same Llama in nothing but Flax and jax.nn."""
+
+    config: llama.Config
+
+    @nn.compact
+    def __call__(self, tokens):
+        c = self.config
+        x = nn.Embed(c.vocab_size, c.hidden, dtype=c.dtype, name="embed")(tokens)
+        layers = nn.scan(PlainLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
+        x, _ = layers(c, name="layers")(x)
+        x = nn.RMSNorm(c.norm_eps, dtype=c.dtype, name="norm")(x)
+        kernel = nn.Dense(c.vocab_size, use_bias=False, dtype=c.dtype, name="head")
+        return kernel(x)
+
+
+class PlainLayer(nn.Module):
+    """One layer of `Plain`."""
+
+    config: llama.Config
+
+    @nn.compact
+    def __call__(self, x):
+        norm = lambda name: nn.RMSNorm(self.config.norm_eps, dtype=x.dtype, name=name)(x)  # noqa: E731
+        x = x + PlainAttention(self.config, name="attention")(norm("attention_norm"))
+        return x + PlainMLP(self.config, name="mlp")(norm("mlp_norm")), None
+
+
+class PlainAttention(nn.Module):
+    """Attention of `Plain`."""
+
+    config: llama.Config
+
+    @nn.compact
+    def __call__(self, h):
+        c = self.config
+        widths = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
+        q, k, v = (
+            nn.Dense(n * c.head_dim, use_bias=False, dtype=h.dtype, name=name)(h).reshape(*h.shape[:2], n, c.head_dim)
+            for name, n in widths.items()
+        )
+        y = jax.nn.dot_product_attention(ops.rope(q), ops.rope(k), v, is_causal=True).reshape(h.shape)
+        return nn.Dense(c.hidden, use_bias=False, dtype=h.dtype, name="o")(y)
+
+
+class PlainMLP(nn.Module):
+    """SwiGLU of `Plain`."""
+
+    config: llama.Config
+
+    @nn.compact
+    def __call__(self, h):
+        dense = lambda n, name: nn.Dense(n, use_bias=False, dtype=h.dtype, name=name)  # noqa: E731
+        gate, up = (dense(self.config.intermediate, name)(h) for name in ("gate", "up"))
+        return dense(self.config.hidden, "down")(nn.silu(gate) * up)
+
+
+def gradients(model, params):
+    loss = lambda p: model.apply({"params": p}, TOKENS[:, :-1], TOKENS[:, 1:], method=model.loss)  # noqa: E731
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return value, jnp.concatenate([leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves(grads)])
+
+
+def test_bf16_is_plain_flax_bit_for_bit():
+    model, plain = llama.Llama(SMALL, recipes.bf16()), Plain(SMALL)
+    params = model.init(jax.random.key(0), TOKENS)["params"]
+    flax = plain.init(jax.random.key(0), TOKENS)["params"]
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, flax)
+    trunk = jax.jit(lambda p, t: model.apply({"params": p}, t).astype(SMALL.dtype))(params, TOKENS)
+    assert bool((trunk == jax.jit(lambda p, t: plain.apply({"params": p}, t))(params, TOKENS)).all())
+
+
+def test_recipes_share_parameters_and_stay_near_bf16():
+    exact = llama.Llama(llama.preset("tiny", layers=2, hidden=32, intermediate=48, dtype=jnp.float32), recipes.bf16())
+    params = exact.init(jax.random.key(0), TOKENS)["params"]
+    value, true = gradients(exact, params)
+    errors = {}
+    for name in ("bf16", "coat", "lean"):
+        loss, grads = gradients(llama.Llama(SMALL, recipes.named(name)), params)
+        assert loss == pytest.approx(float(value), rel=1e-2)
+        errors[name] = float(jnp.linalg.norm(grads - true) / jnp.linalg.norm(true))
+    # Every layer adds a forward product's error (2^-4 at worst of each operand) to the stream and a backward one's (2^-4 and
+    # 2^-3) to the gradient; errors of two layers of four products each add in squares.
+    assert errors["bf16"] <= 8 * 2.0**-8
+    assert max(errors["coat"], errors["lean"]) <= (8 * (2 * 2.0**-8 + 2.0**-8 + 2.0**-6)) ** 0.5
+
+
+def test_remat_of_a_layer_keeps_its_input_and_the_policy_changes_no_bit():
+    params = llama.Llama(SMALL, recipes.lean()).init(jax.random.key(0), TOKENS)["params"]
+    value, grads = gradients(llama.Llama(SMALL, recipes.lean()), params)
+    again, kept = gradients(llama.Llama(SMALL, recipes.lean(), remat=coat_jax.remat_policy), params)
+    assert bool((kept == grads).all())
+    assert again == value
+    layer = llama.Llama(SMALL, recipes.bf16(), remat="layer")
+    bf16 = gradients(llama.Llama(SMALL, recipes.bf16()), params)
+    assert bool((gradients(layer, params)[1] == bf16[1]).all())  # bf16() keeps the input exactly
+    loss, redone = gradients(llama.Llama(SMALL, recipes.lean(), remat="layer"), params)
+    assert loss == value
+    assert jnp.linalg.norm(redone - grads) <= 0.3 * jnp.linalg.norm(grads)  # two FP8 programs, their inputs 2^-4 apart
+
+
+def test_olmo_has_no_norm_parameters_and_ties_its_head():
+    model = llama.Llama(llama.preset("olmo-1b", layers=2, hidden=32, intermediate=48, heads=2, kv_heads=2, vocab_size=256))
+    params = model.init(jax.random.key(0), TOKENS)["params"]
+    assert sorted(params) == ["embed", "layers"]
+    assert sorted(params["layers"]) == ["attention", "mlp"]
+    _, grads = gradients(model, params)
+    assert bool(jnp.isfinite(grads).all())
+
+
+def test_bad_values_are_refused_by_name():
+    with pytest.raises(ValueError, match="preset='llama' is unknown; use one of tiny, llama2-7b"):
+        llama.preset("llama")
+    with pytest.raises(ValueError, match="heads=4 is not a multiple of kv_heads=3"):
+        llama.preset("tiny", kv_heads=3)
+    with pytest.raises(ValueError, match="remat='stash'; use None, 'layer' or a jax.checkpoint policy"):
+        llama.Llama(SMALL, remat="stash").init(jax.random.key(0), TOKENS)
+    with pytest.raises(ValueError, match="norm='batch' is unknown; use 'rms' or 'layer'"):
+        llama.Llama(llama.preset("tiny", norm="batch")).init(jax.random.key(0), TOKENS)
