@@ -59,7 +59,7 @@ def recipes(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 500,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 64,
-    learning_rate: Annotated[float, typer.Option(help="The highest; a warm-up leads to it, a cosine to a tenth of it.")] = 4e-3,
+    learning_rate: Annotated[float, typer.Option(help="The highest; a warm-up leads to it, a cosine to a tenth of it.")] = 2e-3,
     out: Annotated[Path, typer.Option(help="The JSON file; runs that it holds are not repeated.")] = Path("out/recipes.json"),
 ) -> None:
     """Train every recipe from several seeds on real text and show how far its mean loss is from BF16's."""
