@@ -1,6 +1,6 @@
 """What an output of a traced function is computed from: which input leaves, by following the equations of its jaxpr."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,19 +18,33 @@ def _follow(jaxpr: core.Jaxpr, sources: list[Sources]) -> list[Sources]:
 
     for equation in jaxpr.eqns:
         inputs = [of(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr")
-        called = getattr(inner, "jaxpr", inner)
-        if called is not None and len(called.invars) == len(inputs) and not _repeats(equation):
-            outputs = _follow(called, inputs)
+        inside = called(equation) or plain_of(equation)
+        if inside is not None:
+            outputs = _follow(inside[0], inputs)
+        elif equation.primitive.name == "optimization_barrier":  # it orders values and computes none
+            outputs = inputs
         else:
             outputs = [frozenset().union(*inputs)] * len(equation.outvars)
         found.update(zip(equation.outvars, outputs, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _repeats(equation: core.JaxprEqn) -> bool:
-    """Whether the inner jaxpr runs more than once, so that its outputs come back as inputs."""
-    return "num_carry" in equation.params
+def called(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]] | None:
+    """The jaxpr and constants that the equation calls once, input for input; None where it is no plain call."""
+    closed = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    jaxpr = getattr(closed, "jaxpr", closed)
+    # In a scan outputs come back as inputs.
+    if jaxpr is None or "num_carry" in equation.params or not hasattr(jaxpr, "eqns"):
+        return None
+    return (jaxpr, getattr(closed, "consts", ())) if len(jaxpr.invars) == len(equation.invars) else None
+
+
+def plain_of(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]] | None:
+    """Jaxpr and constants of the plain function beside a kernel that is chosen when a program's target is known; else None."""
+    if equation.primitive.name != "kernel_by_target":
+        return None
+    closed = jax.make_jaxpr(equation.params["plain"])(*(atom.aval for atom in equation.invars))
+    return closed.jaxpr, closed.consts
 
 
 def sources(fn: Callable, *args: Any) -> list[Sources]:

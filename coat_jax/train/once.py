@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from coat_jax.train import dependence
+
 Codes = dict[str, jax.Array]
 """Values by the name of their computation. Equal computations, in whatever function, have one name."""
 
@@ -66,7 +68,7 @@ class _Walk:
 
         for equation in jaxpr.eqns:
             inputs = [get(atom) for atom in equation.invars]
-            called = _called(equation)
+            called = dependence.called(equation)
             if called is not None:
                 results = self.outputs(*called, inputs)
             elif all(isinstance(x, _Fixed) or _is_constant(x) for x in inputs):
@@ -81,7 +83,9 @@ class _Walk:
     def _fix(self, equation: core.JaxprEqn, inputs: Sequence[Any]) -> list[_Fixed]:
         parents = [x for x in inputs if isinstance(x, _Fixed)]
         made_from = [x.name if isinstance(x, _Fixed) else repr(np.asarray(x)) for x in inputs]
-        text = f"{equation.primitive} {equation.params} {made_from}"
+        # Functions among the parameters print as addresses, new in every trace; what they compute does not.
+        plain = dependence.plain_of(equation)
+        text = f"{equation.primitive} {plain or equation.params} {made_from}"
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         results: list[Any] = []
 
@@ -96,15 +100,6 @@ class _Walk:
 
 def _itself(x: Any) -> Any:
     return x
-
-
-def _called(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]] | None:
-    """The jaxpr and constants that the equation calls once, input for input; None where it is no plain call."""
-    closed = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    jaxpr = getattr(closed, "jaxpr", closed)
-    if jaxpr is None or "num_carry" in equation.params or not hasattr(jaxpr, "eqns"):
-        return None
-    return (jaxpr, getattr(closed, "consts", ())) if len(jaxpr.invars) == len(equation.invars) else None
 
 
 def _is_constant(x: Any) -> bool:
