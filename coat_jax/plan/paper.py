@@ -97,7 +97,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     figures = {(p.model, p.gpus): (p.bf16, p.coat) for p in PUBLISHED}
     for model, gpus in dict.fromkeys((s.model, s.gpus) for s, _ in labels):
         cells = {s.label: row for s, row in labels if (s.model, s.gpus) == (model, gpus)}
-        peaks = [_peak(cells.get(label)) for label in ours]
+        peaks = [peak(cells.get(label)) for label in ours]
         published = (
             [("out" if f is None else f"{f:.1f}") for f in figures[model, gpus]] if (model, gpus) in figures else ["", ""]
         )
@@ -105,7 +105,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def _peak(row: dict[str, Any] | None) -> str:
+def peak(row: dict[str, Any] | None) -> str:
+    """The peak of a row in GiB, and the largest batch where it was searched for."""
     if row is None:
         return ""
     if row["error"]:
