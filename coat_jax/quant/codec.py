@@ -80,7 +80,8 @@ def smallest_ratio(x: jax.Array, amax: jax.Array, axes: Axes, idle: Idle | None)
         return smallest
     live = group_amin(jnp.where(idle.mask, 0.0, x), axes)
     ratio = floor_ratio(live, amax)
-    bounded = jnp.minimum(ratio, jnp.maximum(smallest, idle.reach * ratio**idle.power))
+    reach = idle.reach * ratio**idle.power if idle.power else idle.reach  # kernels have no power of 0
+    bounded = jnp.minimum(ratio, jnp.maximum(smallest, reach))
     return jnp.where(live < jnp.inf, bounded, smallest)
 
 
