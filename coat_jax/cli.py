@@ -139,6 +139,23 @@ def plan(
 
 
 @app.command()
+def bench(
+    *,
+    only: Annotated[str, typer.Option(help="Kernels whose names hold this.")] = "",
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the rows to a file.")] = None,
+) -> None:
+    """Compile the kernels for an H100, here, and show what they move and what the compiler made of them."""
+    from coat_jax.plan import PlanError
+    from coat_jax.plan import bench as command
+
+    try:
+        command.run(only=only, json=json, command=_typed())
+    except PlanError as error:
+        print(f"coat-jax: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@app.command()
 def doctor(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
