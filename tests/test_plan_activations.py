@@ -40,10 +40,10 @@ def kept_in_u(program, batch):
 
 
 def test_bytes_kept_per_token_and_layer():
-    kept = {arm: kept_in_u(gradients(arm, 1), 1) for arm in ("coat", "lean", "lean, layer", "plain", "dots")}
+    kept = {arm: kept_in_u(gradients(arm, 1), 1) for arm in ("coat", "lean", "lean layer", "plain", "dots")}
     assert kept["coat"] <= 12.2
     assert kept["lean"] <= 5.6
-    assert kept["lean, layer"] <= 0.6
+    assert kept["lean layer"] <= 0.6
     assert kept["lean"] < 0.5 * kept["dots"] < kept["plain"]
 
 
