@@ -136,6 +136,7 @@ def test_a_step_with_a_bad_gradient_is_skipped_as_a_whole(make):
     then, then_state, history = run(step, params, [good, bad])
     assert_same_bits((once, state), (then, then_state))
     assert history[1].skipped and history[1].nonfinite > 0 and jnp.isfinite(history[1].loss)
+    assert history[0].health.nonfinite == 0 < history[1].health.nonfinite < 1 and history[1].health.octaves > 0
 
 
 def test_skip_loss_sees_a_bad_loss_and_says_plainly_that_it_misses_a_bad_gradient():

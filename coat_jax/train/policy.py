@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from coat_jax.optim.inspect import Health
+
 
 class Norm(enum.StrEnum):
     """Which global norm clips the gradients of a fused step."""
@@ -71,6 +73,8 @@ class Metrics(NamedTuple):
       nonfinite: float32, number of NaN or inf gradients.
       clip_scale: float32, what gradients were multiplied by.
       skipped: bool, whether the step was not taken.
+      health: the optimizer's signals from the state behind the step, `coat_jax.optim.inspect.Health`; None where its state
+        holds no moments of `coat_adamw`.
     """
 
     loss: jax.Array
@@ -79,6 +83,7 @@ class Metrics(NamedTuple):
     nonfinite: jax.Array
     clip_scale: jax.Array
     skipped: jax.Array
+    health: Health | None
 
 
 def member(kind: type[enum.StrEnum], value: str, argument: str) -> Any:

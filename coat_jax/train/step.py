@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from coat_jax.optim import inspect
 from coat_jax.train import accumulation, whole_tree
 from coat_jax.train.accumulation import Accumulation
 from coat_jax.train.backward import Tape
@@ -220,5 +221,13 @@ def _finish(params, optimizer_state, state, loss, statistics, scale, taken) -> t
         nonfinite=statistics.nonfinite,
         clip_scale=jnp.ones((), jnp.float32) if scale is None else scale,
         skipped=jnp.zeros((), bool) if taken is None else ~taken,
+        health=_health(optimizer_state, statistics, params),
     )
     return params, StepState(optimizer_state, previous), metrics
+
+
+def _health(optimizer_state: Any, statistics: Statistics, params: Params) -> inspect.Health | None:
+    if not inspect.adam_states(optimizer_state):
+        return None
+    share = statistics.nonfinite / sum(leaf.size for leaf in jax.tree.leaves(params))
+    return inspect.health((), optimizer_state)._replace(nonfinite=share)
