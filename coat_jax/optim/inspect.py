@@ -107,7 +107,7 @@ def health(grads: Any, state: Any) -> Health:
 
     def share(pairs: list[tuple[jax.Array, int]]) -> jax.Array:
         size = sum(n for _, n in pairs)
-        return sum((count.astype(jnp.float32) for count, _ in pairs), jnp.zeros(())) / max(size, 1)
+        return sum((count.astype(jnp.float32) for count, _ in pairs), jnp.zeros(())) / float(max(size, 1))  # 7e9 is no int32
 
     gradients = [(jnp.sum(~jnp.isfinite(leaf)), leaf.size) for leaf in jax.tree.leaves(grads)]
     stored = [leaf for state in states for leaf in jax.tree.leaves(state.mu, is_leaf=is_quantized) if is_quantized(leaf)]

@@ -229,5 +229,6 @@ def _finish(params, optimizer_state, state, loss, statistics, scale, taken) -> t
 def _health(optimizer_state: Any, statistics: Statistics, params: Params) -> inspect.Health | None:
     if not inspect.adam_states(optimizer_state):
         return None
-    share = statistics.nonfinite / sum(leaf.size for leaf in jax.tree.leaves(params))
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    share = statistics.nonfinite / float(size)  # 7e9 is no int32
     return inspect.health((), optimizer_state)._replace(nonfinite=share)
