@@ -1,5 +1,6 @@
 """The command line, `coat-jax`: each command reads its arguments and calls the one function that does the work."""
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -172,6 +173,9 @@ def doctor(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `coat-jax`. Bad input is one line on stderr and status 2, a loss that is not finite one line and status 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not Path("/proc/driver/nvidia").exists():
+        # Without a driver, JAX's CUDA plug-in (of the `plan` extra) logs a traceback about libraries that only a GPU needs.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         return app(args=arguments, standalone_mode=False, prog_name="coat-jax") or 0
     except typer.Abort:  # older typers raise this for an interrupt, newer ones return 130
