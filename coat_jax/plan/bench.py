@@ -114,7 +114,7 @@ def compiled(case: Case) -> Row:
     """
     function, args, donated = case.make("interpret")
     moved = sum(int(n) for n in re.findall(r"bytes_accessed=(\d+)", str(jax.make_jaxpr(function)(*args))))
-    function, args, donated = case.make(None)
+    function, args, donated = case.make("pallas")
     with _said() as texts:
         program = compile_for("h100", function, *args, donate_argnums=donated)
 

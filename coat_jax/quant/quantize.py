@@ -40,7 +40,7 @@ def quantize(
       x: floating-point array of any shape. A NaN or an inf makes its group NaN; magnitudes under 2^-126 count as zero.
       spec: format, granularity, expansion and rounding.
       seed: uint32, for stochastic rounding: the same seed gives the same codes on any sharding.
-      implementation: "xla", "pallas", "interpret", or None to let the library choose.
+      implementation: "xla", "pallas", "interpret", or None to let the library choose: XLA, which fuses it with its neighbours.
 
     Returns:
       A `QuantizedArray` of x's shape and dtype.
@@ -85,7 +85,7 @@ def quantize(
         groups.split(x),
         *seeds,
         operation="quantize",
-        implementation=implementation,
+        implementation=implementation or Implementation.XLA,
         refused=refusal(groups) or ragged,
     )
     codes = codec.Codes(*parts, *[None] * (3 - len(parts)))
@@ -119,7 +119,7 @@ def dequantize(
         lambda *parts: decode(*parts, axes=groups.axes),
         *(part for part in codes if part is not None),
         operation="dequantize",
-        implementation=implementation,
+        implementation=implementation or Implementation.XLA,
         refused=refusal(groups),
     )
     return groups.merge(x)
