@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -58,21 +60,31 @@ class Row:
 
 def cases() -> list[Case]:
     """Every kernel of the library."""
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
+    bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     rows = []
-    for size, scale, expansion in ((16, jnp.bfloat16, None), (128, jnp.float32, None), (128, jnp.float32, PowerExpansion())):
+    for size, scale, expansion in ((16, bf16, None), (128, f32, None), (128, f32, PowerExpansion())):
         spec = QuantSpec(E4M3, PerGroup(size), expansion, scale_dtype=scale)
         least = 3 + (spec.scale_dtype.itemsize + spec.has_exponent) / size
-        q = jax.eval_shape(lambda x, spec=spec: quantize(x, spec), x)
-        rows += [
-            Case(f"quantize, {spec}", least, lambda i, s=spec: (lambda x: quantize(x, s, implementation=i), (x,), ())),
-            Case(f"dequantize, {spec}", least, lambda i, q=q: (lambda q: dequantize(q, implementation=i), (q,), ())),
-        ]
-    for codec, extra in (("coat", 5), ("log_relative", 4.5)):
+        rows.append(Case(f"quantize, {spec}", least, functools.partial(_quantize, spec)))
+        rows.append(Case(f"dequantize, {spec}", least, functools.partial(_dequantize, spec)))
+    for codec, extra in (("coat", 5.0), ("log_relative", 4.5)):
         for master, more in ((None, 0), ("bf16+8", 2), ("bf16-stochastic", 0)):
-            make = lambda i, c=codec, m=master: _step(c, m, i)  # noqa: E731
-            rows.append(Case(f"AdamW, {codec}, master {master}", 10 + 4 * extra / 128 + more, make))
+            least = 10 + 4 * extra / 128 + more
+            rows.append(Case(f"AdamW, {codec}, master {master}", least, functools.partial(_step, codec, master)))
     return rows
+
+
+def _quantize(spec: QuantSpec, implementation: str | None) -> Any:
+    return (
+        functools.partial(quantize, spec=spec, implementation=implementation),
+        (jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16),),
+        (),
+    )
+
+
+def _dequantize(spec: QuantSpec, implementation: str | None) -> Any:
+    stored = jax.eval_shape(functools.partial(quantize, spec=spec), jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16))
+    return functools.partial(dequantize, implementation=implementation), (stored,), ()
 
 
 def _step(codec: str, master: str | None, implementation: str | None) -> Any:
@@ -121,8 +133,15 @@ def compiled(case: Case) -> Row:
     def number(pattern: str) -> int:
         return max((int(n) for n in re.findall(pattern, texts[0])), default=0)
 
-    counts = [number(p) for p in (r"Used (\d+) registers", r"smem_scratch_bytes=(\d+)", r"(\d+) bytes spill stores")]
-    return Row(case.name, moved / (SHAPE[0] * SHAPE[1]), case.least, *counts, program.temp_bytes)
+    return Row(
+        name=case.name,
+        moved=moved / (SHAPE[0] * SHAPE[1]),
+        least=case.least,
+        registers=number(r"Used (\d+) registers"),
+        shared_memory=number(r"smem_scratch_bytes=(\d+)"),
+        spills=number(r"(\d+) bytes spill stores"),
+        temporaries=program.temp_bytes,
+    )
 
 
 def run(*, only: str = "", json: str | None = None, command: str = "") -> list[Row]:
