@@ -98,6 +98,16 @@ def test_states_and_codecs_that_do_not_fit_are_refused_in_one_line():
             ValueError,
             "the state keeps mu as int8, .*, the codec as e4m3, .*; use the codec that the state was made with",
         ),
+        (
+            lambda: optimizer.update(params, optax.adamw(1e-3).init(params), params),
+            TypeError,
+            "the state is that of optax.adamw; convert it once",
+        ),
+        (
+            lambda: optimizer.update_and_apply(params, optax.adamw(1e-3).init(params), params),
+            TypeError,
+            "the state is that of optax.adamw; convert it once",
+        ),
     ):
         with pytest.raises(error, match=sentence) as caught:
             call()

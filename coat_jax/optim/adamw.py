@@ -129,6 +129,7 @@ class AdamW:
         self, grads: Any, state: tuple[Any, ...], params: Any, *, row: jax.Array | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
         """The next parameters and the next state, in one pass over each leaf; `row` as in `scale_by_coat_adam`."""
+        _refuse_float32_state(state[0])
         tree, stepper = Named.of(params), self.stepper(state)
         nothing = tree.structure.unflatten([None] * len(tree.leaves))
         compensation = nothing if self.master is None else state[3].compensation
@@ -177,6 +178,14 @@ def _check_precision(**betas: jax.typing.ArrayLike) -> None:
                 f"scale_by_coat_adam: {name} has dtype {dtype}, which cannot tell 0.999 from 1; use float32 "
                 "(optax.inject_hyperparams follows the parameters' dtype unless told hyperparam_dtype=jnp.float32)"
             )
+
+
+def _refuse_float32_state(state: Any) -> None:
+    """Raises TypeError for the state of `optax.adamw`: its moments would stay in float32, and nobody would notice."""
+    if isinstance(state, optax.ScaleByAdamState):
+        raise TypeError(
+            "coat_adamw: the state is that of optax.adamw; convert it once, coat_jax.optim.convert.from_adamw(state)"
+        )
 
 
 def _renamed(result: tuple[Any, optax.ScaleByAdamState]) -> tuple[Any, CoatAdamState]:
@@ -241,6 +250,7 @@ def scale_by_coat_adam(
         if not codec.quantizes:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
             return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
+        _refuse_float32_state(state)
         tree, stepper = Named.of(updates), Stepper.at(state.count, adam, codec)
         columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
         rows: list[Any] = []
