@@ -74,15 +74,37 @@ def test_eight_devices_give_the_bytes_of_one(codec, meshes):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
 
 
-def test_temporaries_do_not_grow_with_the_number_of_leaves():
-    def temporaries(leaves):
-        optimizer = coat_adamw(1e-3, master="bf16+8")
-        params = {f"kernel_{i}": jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16) for i in range(leaves)}
-        state = jax.eval_shape(optimizer.init, params)
-        compiled = jax.jit(optimizer.update_and_apply, donate_argnums=(1, 2)).lower(params, state, params).compile()
-        kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, params)))
-        analysis = compiled.memory_analysis()
-        assert analysis.alias_size_in_bytes >= kept
-        return analysis.temp_size_in_bytes
+def update_of(leaves):
+    """`update_and_apply` of plain XLA, its abstract arguments, and the bytes of what it donates."""
+    optimizer = coat_adamw(1e-3, master="bf16+8", implementation="xla")
+    params = {f"kernel_{i}": jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16) for i in range(leaves)}
+    state = jax.eval_shape(optimizer.init, params)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, params)))
+    return optimizer.update_and_apply, (params, state, params), kept
 
-    assert temporaries(6) <= 1.1 * temporaries(2)
+
+def memory_of(leaves):
+    """What XLA plans for the update on this machine's CPU, and the bytes of what it donates."""
+    update, args, kept = update_of(leaves)
+    return jax.jit(update, donate_argnums=(1, 2)).lower(*args).compile().memory_analysis(), kept
+
+
+def test_donated_parameters_and_state_are_updated_in_place():
+    memory, kept = memory_of(2)
+    assert memory.alias_size_in_bytes >= kept
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="XLA for CPUs of jax 0.10 drops the barrier; for an H100 it does not"
+)
+def test_temporaries_do_not_grow_with_the_number_of_leaves():
+    assert memory_of(6)[0].temp_size_in_bytes <= 1.1 * memory_of(2)[0].temp_size_in_bytes
+
+
+@pytest.mark.plan
+def test_temporaries_compiled_for_an_h100_do_not_grow_with_the_number_of_leaves():
+    from coat_jax.plan import compile_for
+
+    few, many = (compile_for("h100", update_of(n)[0], *update_of(n)[1], donate_argnums=(1, 2)) for n in (2, 6))
+    assert many.alias_bytes >= update_of(6)[2]
+    assert many.temp_bytes <= 1.1 * few.temp_bytes
