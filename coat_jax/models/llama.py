@@ -122,7 +122,8 @@ class Layer(FP8TransformerBlock):
         def run(x, params):
             return block.apply({"params": params}, x)
 
-        return ops.stashed(run, [self.recipe.layer_input])(x, self.variables["params"]), None
+        keeping = ops.stashed(run, [self.recipe.layer_input], implementation=self.recipe.implementation)
+        return keeping(x, self.variables["params"]), None
 
 
 def layer_options(config: Config, recipe: Recipe) -> dict[str, Any]:

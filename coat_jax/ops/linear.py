@@ -16,9 +16,9 @@ from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, qua
 Operand = QuantizedArray | jax.Array
 
 
-def operand(x: jax.Array, spec: QuantSpec | None) -> Operand:
+def operand(x: jax.Array, spec: QuantSpec | None, recipe: Recipe) -> Operand:
     """A matrix as an operand of a product: quantized, or as it is for None."""
-    return x if spec is None else quantize(x, spec)
+    return x if spec is None else quantize(x, spec, implementation=recipe.implementation)
 
 
 def values(x: Operand, dtype: Any) -> jax.Array:
@@ -76,10 +76,10 @@ def products(
     into = functools.partial(matrix_product, recipe=recipe, dtype=dtype)
 
     def left(h):
-        return operand(h.reshape(math.prod(rows), size), recipe.linear_input)
+        return operand(h.reshape(math.prod(rows), size), recipe.linear_input, recipe)
 
     def right(w):
-        return operand(w.reshape(size, w.size // max(size, 1)), recipe.weight)
+        return operand(w.reshape(size, w.size // max(size, 1)), recipe.weight, recipe)
 
     def run(h, kernels):
         return forward(h, kernels)[0]
@@ -92,7 +92,10 @@ def products(
     def backward(residual, gs):
         kept, kernels = residual
         x = left(kept) if shared else restore_operand(kept)
-        gs = [operand(g.reshape(math.prod(rows), math.prod(f)), recipe.gradient) for g, f in zip(gs, features, strict=True)]
+        gs = [
+            operand(g.reshape(math.prod(rows), math.prod(f)), recipe.gradient, recipe)
+            for g, f in zip(gs, features, strict=True)
+        ]
         dws = [into(x, g, (0, 0), out=w.dtype).reshape(w.shape) for g, w in zip(gs, kernels, strict=True)]
         dhs = [into(g, right(w), (1, 1), out=dtype) for g, w in zip(gs, kernels, strict=True)]
         return functools.reduce(jnp.add, dhs).reshape(shape), dws
@@ -187,6 +190,7 @@ def linear(
     if spec is None and not recipe.products_quantized:
         return multiply(fn(*inputs, *params), kernels)
     specs = [spec] * len(inputs)
+    keeping = functools.partial(stashed, specs=specs, implementation=recipe.implementation)
     if recipe.redo:
-        return stashed(lambda *args: multiply(fn(*args[:-1]), args[-1]), specs)(*inputs, *params, kernels)
-    return multiply(stashed(fn, specs)(*inputs, *params), kernels)
+        return keeping(lambda *args: multiply(fn(*args[:-1]), args[-1]))(*inputs, *params, kernels)
+    return multiply(keeping(fn)(*inputs, *params), kernels)

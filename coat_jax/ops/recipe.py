@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from coat_jax.quant import QuantSpec
+from coat_jax.quant import Implementation, QuantSpec
 
 ROLES = ("linear_input", "weight", "gradient", "nonlinear_input", "attention", "layer_input")
 
@@ -24,9 +24,12 @@ class Recipe:
       redo: keep a linear layer's non-linear inputs only and redo from them what the product consumed, instead of keeping both.
       precision: of the weight products, as in `jax.lax.dot_general`; on Hopper None lets FP8 products accumulate in the
         tensor cores' 14 bits, "highest" promotes the partial sums to float32.
+      implementation: who computes what there are kernels for: "xla", "pallas", "interpret", or None to let the library choose.
+        Attention and the products of operands with one scale each are cuDNN's, cuBLASLt's and XLA's in any case.
 
     Raises:
       TypeError: a role that is neither a `QuantSpec` nor None.
+      ValueError: an unknown implementation; later, by the ops, one that cannot run what they are given.
 
     Example:
       >>> from coat_jax import E4M3, PerTensor, QuantSpec, recipes
@@ -42,12 +45,14 @@ class Recipe:
     layer_input: QuantSpec | None = None
     redo: bool = False
     precision: jax.lax.PrecisionLike = None
+    implementation: Implementation | str | None = None
 
     def __post_init__(self):
         for role in ROLES:
             spec = getattr(self, role)
             if spec is not None and not isinstance(spec, QuantSpec):
                 raise TypeError(f"Recipe: {role}={spec!r}; use a QuantSpec, or None to leave that role unquantized")
+        object.__setattr__(self, "implementation", Implementation.resolve(self.implementation, "Recipe", None))
 
     def replace(self, **changes: Any) -> "Recipe":
         """A recipe with some fields changed.

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.ops.recipe import Recipe
-from coat_jax.quant import QuantizedArray, QuantSpec, dequantize, quantize
+from coat_jax.quant import Implementation, QuantizedArray, QuantSpec, dequantize, quantize
+
+Chosen = Implementation | str | None
 
 STASH = "coat_stash"
 """The `checkpoint_name` of every stash."""
@@ -36,16 +38,18 @@ def restore_quantized(kept: QuantizedArray) -> QuantizedArray:
     return QuantizedArray.tree_unflatten((kept.spec, kept.dtype), (payload, kept.scale, kept.exponent))
 
 
-def keep(x: jax.Array, spec: QuantSpec | None) -> Kept:
+def keep(x: jax.Array, spec: QuantSpec | None, implementation: Chosen = None) -> Kept:
     """What the backward pass gets of x: x quantized to `spec`; x itself for None or where x holds no real numbers."""
     if spec is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return checkpoint_name(x, STASH)
-    return keep_quantized(quantize(x, spec))
+    return keep_quantized(quantize(x, spec, implementation=implementation))
 
 
-def restore(kept: Kept) -> jax.Array:
+def restore(kept: Kept, implementation: Chosen = None) -> jax.Array:
     """The array that `keep` stands for, in its own dtype."""
-    return dequantize(restore_quantized(kept)) if isinstance(kept, QuantizedArray) else kept
+    if not isinstance(kept, QuantizedArray):
+        return kept
+    return dequantize(restore_quantized(kept), implementation=implementation)
 
 
 def gradient_or_none(gradient: Any) -> Any:
@@ -53,7 +57,7 @@ def gradient_or_none(gradient: Any) -> Any:
     return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
 
 
-def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None]) -> Callable[..., Any]:
+def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None], *, implementation: Chosen = None) -> Callable[..., Any]:
     """`fn`, keeping its inputs in FP8 and nothing else: y = fn(x, w), and (dx, dw) = vjp of fn at (decode(encode(x)), w).
 
     The forward pass works on exact values. The backward pass reruns `fn` on what it kept.
@@ -62,6 +66,7 @@ def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None]) -> Callab
       fn: function of arrays (pytrees, for parameters), without captured traced values.
       specs: one for each leading argument, an array: what is kept of it (None: itself). Arguments beyond are parameters:
         the caller holds them anyway, so they are kept by reference.
+      implementation: who quantizes and dequantizes; see `coat_jax.quantize`.
 
     Returns:
       A function of the same arguments, differentiable in all of them.
@@ -77,12 +82,12 @@ def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None]) -> Callab
     specs = tuple(specs)
 
     def forward(*args):
-        kept = tuple(keep(x, spec) for x, spec in zip(args, specs, strict=False))
+        kept = tuple(keep(x, spec, implementation) for x, spec in zip(args, specs, strict=False))
         return fn(*args), (kept, args[len(specs) :])
 
     def backward(residual, cotangent):
         kept, params = residual
-        _, pull = jax.vjp(fn, *map(restore, kept), *params)
+        _, pull = jax.vjp(fn, *(restore(x, implementation) for x in kept), *params)
         return tuple(map(gradient_or_none, pull(cotangent)))
 
     op = jax.custom_vjp(fn)
@@ -95,4 +100,4 @@ def elementwise(fn: Callable[..., jax.Array], inputs: Sequence[jax.Array], recip
     spec = recipe.nonlinear_input
     if spec is None:
         return fn(*inputs, *params)
-    return stashed(fn, [spec] * len(inputs))(*inputs, *params)
+    return stashed(fn, [spec] * len(inputs), implementation=recipe.implementation)(*inputs, *params)
