@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from coat_jax import E4M3, PerBlock, PerGroup, QuantSpec, codecs, quantize, recipes
+from coat_jax import E4M3, FP8Dense, PerBlock, PerGroup, QuantSpec, codecs, quantize, recipes
 from coat_jax.models import llama
 
 CASES = {
@@ -28,6 +28,12 @@ CASES = {
         "'xla'",
     ),
     "unknown recipe": (lambda: recipes.named("fp4"), ValueError, "'fp4'", "coat, lean"),
+    "name of a recipe": (
+        lambda: FP8Dense(4, recipe="coat"),
+        TypeError,
+        "FP8Dense: recipe='coat'",
+        "recipes.coat()",
+    ),
     "unknown codec": (lambda: codecs.named("fp4"), ValueError, "'fp4'", "coat"),
     "unknown preset": (lambda: llama.preset("huge"), ValueError, "'huge'", "tiny"),
     "no layers": (lambda: llama.preset("tiny", layers=0), ValueError, "layers=0", "use 1 or more"),

@@ -4,7 +4,7 @@ from coat_jax.linen.attention import FP8MultiHeadAttention
 from coat_jax.linen.dense import FP8Dense, FP8DenseGeneral, FP8Embed
 from coat_jax.linen.mlp import FP8MLP, FP8SwiGLU
 from coat_jax.linen.norm import FP8LayerNorm, FP8RMSNorm
-from coat_jax.linen.parameters import Kernel
+from coat_jax.linen.parameters import Kernel, WithRecipe
 from coat_jax.linen.transformer import FP8SelfAttention, FP8TransformerBlock, NormPrologue
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "FP8TransformerBlock",
     "Kernel",
     "NormPrologue",
+    "WithRecipe",
 ]

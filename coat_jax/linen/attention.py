@@ -7,7 +7,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import Kernel, plus_bias, product_recipe, refuse
+from coat_jax.linen.parameters import Kernel, WithRecipe, plus_bias, product_recipe, refuse
 from coat_jax.ops import Recipe
 
 _OTHERS = (
@@ -21,7 +21,7 @@ _OTHERS = (
 )
 
 
-class FP8MultiHeadAttention(nn.MultiHeadDotProductAttention):
+class FP8MultiHeadAttention(WithRecipe, nn.MultiHeadDotProductAttention):
     """o = attention(x W_q, y W_k, z W_v) W_o like `flax.linen.MultiHeadDotProductAttention`, with its parameters.
 
     Query, key and value share one FP8 input where they read the same array. The softmax runs in float32. Under a recipe that

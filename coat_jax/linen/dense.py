@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import declare, plus_bias, product_recipe
+from coat_jax.linen.parameters import WithRecipe, declare, plus_bias, product_recipe
 from coat_jax.ops import Recipe
 
 
-class FP8Dense(nn.Dense):
+class FP8Dense(WithRecipe, nn.Dense):
     """y = x W + b like `flax.linen.Dense`: same arguments, parameters and initial values; the product runs in FP8.
 
     What is kept for the backward pass is one byte per input element. Under a recipe that quantizes no product this is
@@ -46,7 +46,7 @@ class FP8Dense(nn.Dense):
         return plus_bias(y, bias)
 
 
-class FP8DenseGeneral(nn.DenseGeneral):
+class FP8DenseGeneral(WithRecipe, nn.DenseGeneral):
     """y = x W + b over any axes like `flax.linen.DenseGeneral`: same arguments, parameters and initial values.
 
     Along `batch_dims` every batch has its own kernel, and its own scales.
@@ -88,7 +88,7 @@ class FP8DenseGeneral(nn.DenseGeneral):
         return y + bias.reshape(*bias.shape[: len(batch)], *(1,) * (y.ndim - bias.ndim), *features)
 
 
-class FP8Embed(nn.Embed):
+class FP8Embed(WithRecipe, nn.Embed):
     """Rows of a table like `flax.linen.Embed`: same arguments, parameters and initial values, nothing quantized.
 
     Only the tokens are kept for the backward pass, where the gradients of a row are summed in float32. Under a recipe that

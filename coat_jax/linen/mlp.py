@@ -9,11 +9,11 @@ from flax import linen as nn
 from flax.linen import initializers
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import Kernel, plus_bias
+from coat_jax.linen.parameters import Kernel, WithRecipe, plus_bias
 from coat_jax.ops import Prologue, Recipe
 
 
-class FP8SwiGLU(nn.Module):
+class FP8SwiGLU(WithRecipe, nn.Module):
     """y = (silu(x W_gate) * x W_up) W_down; gate and up share one FP8 input, and FP8 of both is kept.
 
     Parameters: `gate`, `up`, `down`, each with a `kernel`, as three `flax.linen.Dense` without bias have them.
@@ -46,7 +46,7 @@ class FP8SwiGLU(nn.Module):
         return y
 
 
-class FP8MLP(nn.Module):
+class FP8MLP(WithRecipe, nn.Module):
     """y = gelu(x W_in + b_in) W_out + b_out; FP8 of the input and of what gelu reads is kept.
 
     Parameters: `in` and `out`, each with `kernel` and `bias`, as two `flax.linen.Dense` have them.

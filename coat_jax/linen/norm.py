@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import refuse
+from coat_jax.linen.parameters import WithRecipe, refuse
 from coat_jax.ops import Recipe
 
 
@@ -33,7 +33,7 @@ def declare_norm(module: Any, x: jax.Array, mask: jax.Array | None) -> tuple[jax
     return scale, module.param("bias", module.bias_init, shape, module.param_dtype)
 
 
-class FP8RMSNorm(nn.RMSNorm):
+class FP8RMSNorm(WithRecipe, nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + epsilon) * scale like `flax.linen.RMSNorm`, keeping FP8 of x for the backward pass.
 
     Attributes:
@@ -55,7 +55,7 @@ class FP8RMSNorm(nn.RMSNorm):
         return ops.rms_norm(x, scale, self.recipe, eps=self.epsilon, dtype=dtype)
 
 
-class FP8LayerNorm(nn.LayerNorm):
+class FP8LayerNorm(WithRecipe, nn.LayerNorm):
     """y = (x - mean) / sqrt(var + epsilon) * scale + bias like `flax.linen.LayerNorm`, keeping FP8 of x.
 
     Attributes:

@@ -58,6 +58,23 @@ def refuse(module: nn.Module, **given: Any) -> None:
             raise ValueError(f"{kind}: {name}={value!r} has no FP8 form; leave it out, or use recipe=recipes.bf16()")
 
 
+class WithRecipe:
+    """A module with an attribute `recipe`, which has to be one.
+
+    Raises:
+      TypeError: it is a name or something else.
+    """
+
+    def __post_init__(self) -> None:
+        given = getattr(self, "recipe", None)
+        if not isinstance(given, Recipe):
+            kind = type(self).__name__
+            raise TypeError(
+                f"{kind}: recipe={given!r} is not a Recipe; use recipes.coat(), or recipes.named('coat') for a name"
+            )
+        super().__post_init__()  # type: ignore[misc]
+
+
 class Kernel(nn.Module):
     """The parameters of a Dense layer without the layer: for blocks in which several layers share one input.
 

@@ -10,7 +10,7 @@ from flax.linen import initializers
 
 from coat_jax import ops, recipes
 from coat_jax.linen.mlp import FP8SwiGLU
-from coat_jax.linen.parameters import Kernel
+from coat_jax.linen.parameters import Kernel, WithRecipe
 from coat_jax.ops import Prologue, Recipe
 
 
@@ -43,7 +43,7 @@ class NormPrologue(nn.Module):
         return Prologue(functools.partial(ops.normalize_rms, eps=self.epsilon), recipe.nonlinear_input, (scale,))
 
 
-class FP8SelfAttention(nn.Module):
+class FP8SelfAttention(WithRecipe, nn.Module):
     """o = attention(rope(x W_q), rope(x W_k), x W_v) W_o with grouped queries; q, k and v share one FP8 input.
 
     q and k are kept after their rotation: what is kept is as large before as after, and so the backward pass need not rotate
@@ -83,7 +83,7 @@ class FP8SelfAttention(nn.Module):
         return y
 
 
-class FP8TransformerBlock(nn.Module):
+class FP8TransformerBlock(WithRecipe, nn.Module):
     """x <- x + attention(norm(x)); x <- x + swiglu(norm(x)).
 
     Parameters: `attention_norm`, `attention` (q, k, v, o), `mlp_norm`, `mlp` (gate, up, down).

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from coat_jax import ops, recipes
-from coat_jax.linen import FP8Embed, FP8TransformerBlock, Kernel, NormPrologue
+from coat_jax.linen import FP8Embed, FP8TransformerBlock, Kernel, NormPrologue, WithRecipe
 from coat_jax.ops import Recipe
 from coat_jax.parallel import batch_sharded
 
@@ -140,7 +140,7 @@ def layer_options(config: Config, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-class Llama(nn.Module):
+class Llama(WithRecipe, nn.Module):
     """A Llama language model.
 
     Attributes:
