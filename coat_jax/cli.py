@@ -147,7 +147,7 @@ def bench(
 ) -> None:
     """Compile the kernels for an H100, here, and show what they move and what the compiler made of them."""
     from coat_jax.plan import PlanError
-    from coat_jax.plan import bench as command
+    from coat_jax.plan import static as command
 
     try:
         command.run(only=only, json=json, command=_typed())

