@@ -5,7 +5,7 @@ import functools
 import jax
 
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import elementwise
+from coat_jax.ops.stash import nonlinear
 
 
 def gate_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -18,7 +18,7 @@ def silu(x: jax.Array, recipe: Recipe) -> jax.Array:
 
     Source: arXiv 1702.03118.
     """
-    return elementwise(jax.nn.silu, [x], recipe)
+    return nonlinear(jax.nn.silu, [x], recipe)
 
 
 def gelu(x: jax.Array, recipe: Recipe, *, approximate: bool = True) -> jax.Array:
@@ -26,7 +26,7 @@ def gelu(x: jax.Array, recipe: Recipe, *, approximate: bool = True) -> jax.Array
 
     Source: arXiv 1606.08415.
     """
-    return elementwise(functools.partial(jax.nn.gelu, approximate=approximate), [x], recipe)
+    return nonlinear(functools.partial(jax.nn.gelu, approximate=approximate), [x], recipe)
 
 
 def multiply(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
@@ -36,7 +36,7 @@ def multiply(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
       ValueError: different shapes.
     """
     same_shape("multiply", a, b)
-    return elementwise(jax.lax.mul, [a, b], recipe)
+    return nonlinear(jax.lax.mul, [a, b], recipe)
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -65,7 +65,7 @@ def swiglu(gate: jax.Array, up: jax.Array, recipe: Recipe) -> jax.Array:
     Source: arXiv 2002.05202.
     """
     same_shape("swiglu", gate, up)
-    return elementwise(gate_silu, [gate, up], recipe)
+    return nonlinear(gate_silu, [gate, up], recipe)
 
 
 def same_shape(op: str, a: jax.Array, b: jax.Array) -> None:

@@ -192,5 +192,5 @@ def linear(
     specs = [spec] * len(inputs)
     keeping = functools.partial(stashed, specs=specs, implementation=recipe.implementation)
     if recipe.redo:
-        return keeping(lambda *args: multiply(fn(*args[:-1]), args[-1]))(*inputs, *params, kernels)
+        return keeping(fn, then=multiply)(*inputs, *params, kernels)
     return multiply(keeping(fn)(*inputs, *params), kernels)

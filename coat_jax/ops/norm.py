@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import elementwise
+from coat_jax.ops.stash import nonlinear
 
 
 def _row(x: jax.Array, parameter: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, recipe: Recipe, *, eps: flo
 
     Source: arXiv 1910.07467.
     """
-    return elementwise(functools.partial(normalize_rms, eps=eps, dtype=dtype), [x], recipe, weight)
+    return nonlinear(functools.partial(normalize_rms, eps=eps, dtype=dtype), [x], recipe, weight)
 
 
 def layer_norm(
@@ -99,4 +99,4 @@ def layer_norm(
     Source: arXiv 1607.06450.
     """
     formula = functools.partial(normalize_layer, eps=eps, dtype=dtype, fast_variance=fast_variance)
-    return elementwise(formula, [x], recipe, weight, bias)
+    return nonlinear(formula, [x], recipe, weight, bias)

@@ -1,5 +1,6 @@
 """Stashes: activations kept in FP8 from the forward pass for the backward pass, and the one factory of ops that keep them."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,16 +58,53 @@ def gradient_or_none(gradient: Any) -> Any:
     return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
 
 
-def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None], *, implementation: Chosen = None) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class Stashable:
+    """A function, and how it is run while FP8 of its inputs is made, and redone from that. Here by plain JAX.
+
+    A subclass has kernels that do one or the other in one pass over memory.
+
+    Attributes:
+      fn: function of arrays (pytrees, for parameters), without captured traced values.
+    """
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """fn(*args)."""
+        return self.fn(*args)
+
+    def forward(
+        self, inputs: Sequence[Any], params: Sequence[Any], specs: Sequence[QuantSpec | None], implementation: Chosen
+    ) -> tuple[Any, tuple[Kept, ...]]:
+        """The result on exact values, and what is kept of each input."""
+        return self(*inputs, *params), tuple(keep(x, spec, implementation) for x, spec in zip(inputs, specs, strict=True))
+
+    def redo(
+        self, kept: Sequence[Kept], params: Sequence[Any], implementation: Chosen
+    ) -> tuple[Callable[[], Any], Callable[[Any], tuple[Any, ...]]]:
+        """Like `jax.vjp`, at what was kept: a function that gives the result, and one from cotangent to gradients."""
+        y, pull = jax.vjp(self, *(restore(x, implementation) for x in kept), *params)
+        return lambda: y, pull
+
+
+def stashed(
+    fn: Callable[..., Any],
+    specs: Sequence[QuantSpec | None],
+    *,
+    implementation: Chosen = None,
+    then: Callable[[Any, Any], Any] | None = None,
+) -> Callable[..., Any]:
     """`fn`, keeping its inputs in FP8 and nothing else: y = fn(x, w), and (dx, dw) = vjp of fn at (decode(encode(x)), w).
 
     The forward pass works on exact values. The backward pass reruns `fn` on what it kept.
 
     Args:
-      fn: function of arrays (pytrees, for parameters), without captured traced values.
+      fn: function of arrays (pytrees, for parameters), without captured traced values; a `Stashable` may have kernels.
       specs: one for each leading argument, an array: what is kept of it (None: itself). Arguments beyond are parameters:
         the caller holds them anyway, so they are kept by reference.
       implementation: who quantizes and dequantizes; see `coat_jax.quantize`.
+      then: y = then(fn(x, w), last), `last` one more argument, kept by reference: what consumes fn's result keeps nothing.
 
     Returns:
       A function of the same arguments, differentiable in all of them.
@@ -79,23 +117,31 @@ def stashed(fn: Callable[..., Any], specs: Sequence[QuantSpec | None], *, implem
       >>> print(jax.grad(lambda x: square(x).sum())(jnp.arange(3.0)))
       [0. 2. 4.]
     """
-    specs = tuple(specs)
+    specs, count = tuple(specs), len(specs)
+    stashable = fn if isinstance(fn, Stashable) else Stashable(fn)
+
+    def run(*args):
+        return stashable(*args) if then is None else then(stashable(*args[:-1]), args[-1])
 
     def forward(*args):
-        kept = tuple(keep(x, spec, implementation) for x, spec in zip(args, specs, strict=False))
-        return fn(*args), (kept, args[len(specs) :])
+        args, last = (args, ()) if then is None else (args[:-1], args[-1])
+        h, kept = stashable.forward(args[:count], args[count:], specs, implementation)
+        return h if then is None else then(h, last), (kept, args[count:], last)
 
     def backward(residual, cotangent):
-        kept, params = residual
-        _, pull = jax.vjp(fn, *(restore(x, implementation) for x in kept), *params)
-        return tuple(map(gradient_or_none, pull(cotangent)))
+        kept, params, last = residual
+        again, pull = stashable.redo(kept, params, implementation)
+        of_last = ()
+        if then is not None:
+            cotangent, *of_last = jax.vjp(then, again(), last)[1](cotangent)
+        return tuple(map(gradient_or_none, (*pull(cotangent), *of_last)))
 
-    op = jax.custom_vjp(fn)
+    op = jax.custom_vjp(run)
     op.defvjp(forward, backward)
     return op
 
 
-def elementwise(fn: Callable[..., jax.Array], inputs: Sequence[jax.Array], recipe: Recipe, *params: Any) -> jax.Array:
+def nonlinear(fn: Callable[..., jax.Array], inputs: Sequence[jax.Array], recipe: Recipe, *params: Any) -> jax.Array:
     """fn(*inputs, *params), inputs kept as `recipe.nonlinear_input`; where that is None, plain autodiff decides."""
     spec = recipe.nonlinear_input
     if spec is None:
