@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -21,6 +22,8 @@ can_interpret = hasattr(plgpu, "InterpretGPUParams")
 """Whether this jax can run kernels on the CPU."""
 has_sqrt = jax.__version_info__ >= (0, 12)
 """Whether the backend lowers a square root; before, it is x times the reciprocal root."""
+can_mix_formats = jax.__version_info__ >= (0, 11)
+"""Whether the tensor cores can be given E4M3 and E5M2 in one product."""
 _LOAD_INDEX = () if "idx" not in inspect.signature(plgpu.load).parameters else ((),)
 
 
@@ -33,19 +36,21 @@ def launch(body: Callable[..., None], out_types: Sequence[Any], scratch: Sequenc
       scratch: shared memory and barriers.
       grid: axis names and sizes.
       options: `name` of the kernel in profiles; `bytes_moved`, for XLA's schedule and for reading it from a compiled program;
-        `interpret` runs it on the CPU.
+        `interpret` runs it on the CPU; `warpgroups` that each block has, known in the body by the axis "warpgroup".
 
     Raises:
       ValueError: `interpret` on a jax without the interpreter.
     """
-    interpret = options.pop("interpret", False)
+    interpret, warpgroups = options.pop("interpret", False), options.pop("warpgroups", None)
     if interpret and not can_interpret:
         raise ValueError(f"interpret: jax {jax.__version__} cannot interpret Mosaic GPU kernels; use jax 0.12, or plain XLA")
     cost = pl.CostEstimate(flops=options.pop("flops", 0), transcendentals=0, bytes_accessed=options.pop("bytes_moved"))
+    threads = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "warpgroup"}
+    shared = {} if warpgroups is None else {"collective_axes": "warpgroup"}
     return pl.kernel(
-        lambda *refs: pl.run_scoped(lambda *scratch_refs: body(*refs, *scratch_refs), *scratch),
+        lambda *refs: pl.run_scoped(lambda *scratch_refs: body(*refs, *scratch_refs), *scratch, **shared),
         tuple(out_types),
-        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), **threads),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         cost_estimate=cost,
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
@@ -85,3 +90,11 @@ def columns_layout(columns: int) -> Any:
     down = 32 // across
     tiling = plgpu.Tiling(((down, 4 * across * vector), (down, across * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the order in which tensor cores and copies meet no bank conflicts: pieces of 8 x 128 bytes."""
+    # What an abstract class leaves out here, Pallas never calls.
+    piece = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(piece, swizzle))

@@ -2,7 +2,8 @@
 
 Floors go up; an import goes down or stays on its floor, and never round in a circle:
 
-    pallas_kernels < quant (rounding < formats < granularity < expansion < spec < codec < array < implementation < quantize)
+    pallas_kernels
+    < quant (rounding < formats < granularity < expansion < spec < codec < array < implementation < quantize < product)
     < ops, optim (apart) < recipes, linen, nnx, parallel < models < train, plan, export < cli
 """
 
@@ -32,6 +33,7 @@ FLOORS = (
     ("coat_jax.quant.array",),
     ("coat_jax.quant.implementation",),
     ("coat_jax.quant.quantize",),
+    ("coat_jax.quant.product",),
     ("coat_jax.quant",),
     ("coat_jax",),  # the front door: it imports quant, and names the rest without importing it
     ("coat_jax.ops", "coat_jax.optim"),

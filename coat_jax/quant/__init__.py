@@ -5,6 +5,7 @@ from coat_jax.quant.expansion import LogRange, PowerExpansion, Softsign
 from coat_jax.quant.formats import E4M3, E5M2, INT8, UINT8, Format
 from coat_jax.quant.granularity import Granularity, Groups, PerBlock, PerGroup, PerTensor
 from coat_jax.quant.implementation import Implementation
+from coat_jax.quant.product import scaled_product
 from coat_jax.quant.quantize import dequantize, quantize
 from coat_jax.quant.rounding import Rounding
 from coat_jax.quant.spec import QuantSpec
@@ -29,4 +30,5 @@ __all__ = [
     "Softsign",
     "dequantize",
     "quantize",
+    "scaled_product",
 ]

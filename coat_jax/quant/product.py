@@ -1,0 +1,119 @@
+"""`scaled_product`: the product of two quantized matrices with a scale for every 128 numbers along the contraction."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.quant.array import QuantizedArray
+from coat_jax.quant.formats import E4M3, E5M2
+from coat_jax.quant.granularity import PerBlock, PerGroup
+from coat_jax.quant.implementation import Implementation, choose
+from coat_jax.quant.spec import QuantSpec
+
+BLOCK = 128
+"""Numbers along the contraction that share a scale: Hopper's tensor cores sum so many before float32 takes over."""
+
+
+def contracts(spec: QuantSpec, axis: int) -> bool:
+    """Whether matrices of this spec can be contracted over `axis` (-1 or -2) by `scaled_product`."""
+    groups = (PerGroup(BLOCK, axis), PerBlock((BLOCK, BLOCK)))
+    return spec.granularity in groups and spec.expansion is None and spec.format in (E4M3, E5M2)
+
+
+def along(spec: QuantSpec, axis: int) -> QuantSpec:
+    """The spec with its groups of 128 along `axis` (-1 or -2) of a matrix; any other spec as it is."""
+    if not contracts(spec, -1) and not contracts(spec, -2):
+        return spec
+    granularity = PerGroup(BLOCK, axis) if isinstance(spec.granularity, PerGroup) else spec.granularity
+    return dataclasses.replace(spec, granularity=granularity)
+
+
+def transpose(q: QuantizedArray) -> QuantizedArray:
+    """The transposed matrix, its payload and scales transposed."""
+    groups = q.spec.granularity
+    axis = -1 if groups == PerGroup(BLOCK, -2) else -2
+    return QuantizedArray(q.payload.T, q.scale.T, None, along(q.spec, axis), q.dtype)
+
+
+def scaled_product(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    dtype: np.dtype | None = None,
+    *,
+    implementation: Implementation | str | None = None,
+) -> jax.Array:
+    """y = a b^T, blocks of 128 along the contraction summed in FP8 products, their sum in float32.
+
+        y[i, j] = sum over blocks c:  (payload_a[i, c] . payload_b[j, c]) scale_a[i, c] scale_b[j, c]
+
+    Args:
+      a: (m, k), in groups of 128 along its last axis.
+      b: (n, k), in groups of 128 along its last axis, or in blocks of 128 x 128.
+      dtype: of the result; None is a's.
+      implementation: "xla", "pallas", "interpret", or None: the kernel in programs for a Hopper GPU, XLA elsewhere.
+
+    Returns:
+      (m, n).
+
+    Raises:
+      ValueError: shapes or specs that do not contract, or an implementation that cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax import E4M3, PerBlock, PerGroup, QuantSpec, quantize
+      >>> from coat_jax.quant import scaled_product
+      >>> a = quantize(jnp.full((2, 256), 448.0), QuantSpec(E4M3, PerGroup(128)))
+      >>> b = quantize(jnp.full((3, 256), 224.0), QuantSpec(E4M3, PerBlock((128, 128))))
+      >>> print(scaled_product(a, b) / 448**2)
+      [[128. 128. 128.]
+       [128. 128. 128.]]
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"scaled_product: shapes {a.shape} and {b.shape}; give (m, k) and (n, k)")
+    if not contracts(a.spec, -1) or not isinstance(a.spec.granularity, PerGroup) or not contracts(b.spec, -1):
+        raise ValueError(
+            f"scaled_product: a is {a.spec} and b is {b.spec}; give FP8 in groups of 128 along the last axis (b also in blocks "
+            "of 128 x 128), without expansion"
+        )
+    dtype = a.dtype if dtype is None else np.dtype(dtype)
+    chosen = functools.partial(choose, operation="scaled_product", implementation=implementation)
+    parts = (a.payload, b.payload, a.scale.astype(jnp.float32), b.scale.astype(jnp.float32))
+    return chosen(
+        functools.partial(_kernel, dtype=dtype), functools.partial(_plain, dtype=dtype), *parts, refused=_refusal(a, b)
+    )
+
+
+def _refusal(a: QuantizedArray, b: QuantizedArray) -> str | None:
+    """Why no kernel takes this product, or None."""
+    if 0 in a.shape + b.shape:
+        return "has no kernel for an empty array"
+    if a.spec.format != b.spec.format and jax.__version_info__ < (0, 11):
+        return f"has no kernel for {a.spec.format} times {b.spec.format} before jax 0.11"
+    return None
+
+
+def _kernel(a: jax.Array, b: jax.Array, sa: jax.Array, sb: jax.Array, *, dtype: np.dtype, interpret: bool) -> jax.Array:
+    from pallas_kernels.scaled_product import scaled_product as kernel  # here, so that `import coat_jax` does not load Pallas
+
+    return jax.custom_batching.sequential_vmap(functools.partial(kernel, dtype=dtype, interpret=interpret))(a, b, sa, sb)
+
+
+def _plain(a: jax.Array, b: jax.Array, sa: jax.Array, sb: jax.Array, *, dtype: np.dtype) -> jax.Array:
+    """One block after another, as the kernel does, so that the sum has the kernel's order."""
+    rows, columns, size = len(a), len(b), min(BLOCK, a.shape[1])
+    if len(sb) != columns:
+        sb = jnp.repeat(sb, BLOCK, axis=0)[:columns]
+    short = -a.shape[1] % max(size, 1)
+    a, b = (jnp.pad(x, ((0, 0), (0, short))) if short else x for x in (a, b))
+
+    def block(k, total):
+        left, right = (jax.lax.dynamic_slice_in_dim(x, k * size, size, 1).astype(jnp.float32) for x in (a, b))
+        part = jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())))
+        return total + part * (sa[:, k][:, None] * sb[:, k][None])
+
+    return jax.lax.fori_loop(0, sa.shape[1], block, jnp.zeros((rows, columns), jnp.float32)).astype(dtype)
