@@ -54,6 +54,12 @@ def test_fp8_wants_no_more_temporaries_than_bf16(batch):
     assert gradients("lean", batch).temp_bytes <= bf16
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_every_weight_product_of_a_layer_is_fp8_however_small(batch):
+    """Seven weights, three products of each: forward, input gradient, weight gradient."""
+    assert gradients("lean", batch).count("f8") == 21
+
+
 def test_step_with_lean_activations_and_coat_moments_fits():
     model, batch = model_of("lean"), 4
     optimizer = coat_adamw(1e-4, b2=0.95)

@@ -36,7 +36,9 @@ def values(x: Operand, dtype: Any) -> jax.Array:
 def matrix_product(a: Operand, b: Operand, contract: tuple[int, int], recipe: Recipe, dtype: Any, out: Any) -> jax.Array:
     """Contracts axis contract[0] of matrix a with contract[1] of matrix b, in `dtype`, giving dtype `out`."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    a, b = values(a, dtype), values(b, dtype)
+    # Together through a barrier: XLA would make one product of several small ones with a common operand, side by side, and no
+    # longer see that they are FP8.
+    a, b = (values(x, dtype) for x in jax.lax.optimization_barrier((a, b)))
     return jax.lax.dot_general(a, b, dims, precision=recipe.precision, preferred_element_type=out)
 
 
