@@ -6,8 +6,9 @@ from pathlib import Path
 
 import jax
 import pytest
+import readme
 
-from coat_jax.train import report
+from coat_jax.plan.devices import GIB
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,12 +31,32 @@ def test_example_runs_and_its_state_is_fp8():
     assert bytes_of(names["state"]) < 2.2 * kernels
 
 
-@pytest.mark.parametrize(("path", "body"), re.findall(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", README, re.DOTALL))
-def test_tables_are_those_of_the_results(path, body):
-    results = json.loads((ROOT / path).read_text())
-    assert body.strip() == report.markdown(results)
+def test_blocks_are_those_of_the_results():
+    """`python tests/readme.py` makes them again."""
+    assert readme.rendered(README) == README
+    assert re.findall(r"<!-- figures: (\w+) -->", README) == list(readme.BLOCKS)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_results_say_where_they_come_from(path):
+    results = json.loads(path.read_text())
     assert {"command", "date", "versions"} <= set(results)
+    assert f"results/{path.name}" in README
     assert results["command"] in README.replace("\n", " ")
+
+
+# What the text between the blocks may name without a measurement behind it.
+SETTINGS = {
+    *("2410.19313", "3.11", "2.0", "1", "2"),  # the paper, Python, the license, headings and numbered things
+    *("4", "128", "2048", "4,096", "8", "64", "500", "2e-3", "150", "5", "0.95", "0.999", "0", "0.5"),  # shapes and settings
+    *("79.1", "10", "2,000", "32", "40"),  # the H100's memory, a bound, steps, a block of Blackwell's formats, RTX 40
+}
+
+
+def test_every_other_number_of_the_text_is_a_setting():
+    text = re.sub(r"<!-- figures.*?<!-- end -->|```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", " ", README, flags=re.DOTALL)
+    numbers = re.findall(r"(?<![\w.])\d[\d,.]*(?:e-?\d+)?(?![\w])", text)
+    assert {number.rstrip(".,") for number in numbers} - SETTINGS == set()
 
 
 def test_there_is_a_measured_table_and_it_keeps_the_promises():
@@ -47,7 +68,24 @@ def test_there_is_a_measured_table_and_it_keeps_the_promises():
         assert arms[name]["validation_loss"] <= 1.01 * arms["bf16"]["validation_loss"]
         assert arms[name]["kept_bytes"] <= 0.45 * plain
         assert arms[name]["optimizer_state"]["bytes_per_quantized_parameter"] <= 2.08
-    assert "<!-- table: results/compare.json -->" in README
+
+
+def peaks(name):
+    rows = [row for row in readme.load(name)["rows"] if row["model"] == "llama2-7b"]
+    return {(readme.setting_of(row).label, row["gpus"]): row["peak_bytes"] / GIB for row in rows}
+
+
+def test_the_committed_plan_of_a_7b_model_keeps_its_promises():
+    found = {label: peak for (label, _), peak in peaks("plan_llama2_7b").items()}
+    # Independent figures for the same model: 109.5 and 74.8 GiB.
+    assert 105 <= found["BF16, optax.adamw"] <= 112 and 72 <= found["BF16, optax.adamw, dots policy"] <= 77
+    assert found["lean, coat moments"] <= 51 and found["lean, coat moments, fused"] <= 40
+
+
+def test_on_four_gpus_lean_needs_two_fifths_of_plain_bf16():
+    found = peaks("plan_paper")
+    lean = found["lean, coat moments", 4]
+    assert lean <= 0.42 * found["BF16, optax.adamw", 4] and lean <= 0.70 * found["BF16, optax.adamw, dots policy", 4]
 
 
 def test_links_lead_somewhere():

@@ -74,13 +74,6 @@ def table(results: dict[str, Any]) -> Table:
     return shown
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """The same table for a page of text."""
-    lines = ["| | " + " | ".join(results["arms"]) + " |", "|---|" + "---:|" * len(results["arms"])]
-    lines += [f"| {label.strip()} | {' | '.join(texts)} |" for label, texts in rows(results)]
-    return "\n".join(lines)
-
-
 def notes(results: dict[str, Any]) -> list[str]:
     """What a reader of the table should know: the baseline of kept bytes, and which moments stay in f32."""
     lines = [
