@@ -84,7 +84,7 @@ def test_json_on_standard_output_is_alone_there(monkeypatch, capsys):
 def test_the_picture_names_its_axis_and_unit_and_every_row():
     rows = [line(s) for s in search.frontier(Setting("tiny"))]
     axes = picture.frontier(rows).axes[0]
-    assert axes.get_xlabel() == "compiled peak, GiB per GPU"
+    assert axes.get_xlabel() == "compiled peak (GiB per GPU)"
     assert [t.get_text() for t in axes.get_yticklabels()] == [r.setting.label for r in rows]
 
 
