@@ -3,7 +3,8 @@
 Floors go up; an import goes down or stays on its floor, and never round in a circle:
 
     pallas_kernels
-    < quant (rounding < formats < granularity < expansion < spec < codec < array < implementation < quantize < product)
+    < quant (rounding < formats < granularity < expansion < spec < codec < array < implementation < quantize
+             < product < one_pass)
     < ops, optim (apart) < recipes, linen, nnx, parallel < models < train, plan, export < cli
 """
 
@@ -34,6 +35,7 @@ FLOORS = (
     ("coat_jax.quant.implementation",),
     ("coat_jax.quant.quantize",),
     ("coat_jax.quant.product",),
+    ("coat_jax.quant.one_pass",),
     ("coat_jax.quant",),
     ("coat_jax",),  # the front door: it imports quant, and names the rest without importing it
     ("coat_jax.ops", "coat_jax.optim"),

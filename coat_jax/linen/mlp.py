@@ -42,7 +42,9 @@ class FP8SwiGLU(WithRecipe, nn.Module):
         (gate, _), (up, _) = (kernel(self.intermediate, name=name)(x.shape[-1]) for name in ("gate", "up"))
         down, _ = kernel(x.shape[-1] if self.features is None else self.features, name="down")(self.intermediate)
         gate_up = ops.linear([x], [gate, up], self.recipe, prologue=norm)
-        [y] = ops.linear(gate_up, [down], self.recipe, prologue=Prologue(ops.gate_silu, self.recipe.nonlinear_input))
+        [y] = ops.linear(
+            gate_up, [down], self.recipe, prologue=Prologue(ops.Elementwise(ops.gate_silu), self.recipe.nonlinear_input)
+        )
         return y
 
 
@@ -79,6 +81,6 @@ class FP8MLP(WithRecipe, nn.Module):
         first, first_bias = kernel(self.intermediate, name="in")(x.shape[-1])
         second, second_bias = kernel(x.shape[-1] if self.features is None else self.features, name="out")(self.intermediate)
         [h] = ops.linear([x], [first], self.recipe, prologue=norm)
-        gelu = Prologue(functools.partial(jax.nn.gelu, approximate=self.approximate), self.recipe.nonlinear_input)
+        gelu = Prologue(ops.gelu_function(self.approximate), self.recipe.nonlinear_input)
         [y] = ops.linear([plus_bias(h, first_bias)], [second], self.recipe, prologue=gelu)
         return plus_bias(y, second_bias)

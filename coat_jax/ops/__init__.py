@@ -1,19 +1,22 @@
 """Differentiable functions of plain arrays, bf16 or f32 at their faces, FP8 only in what they keep for the backward pass."""
 
-from coat_jax.ops.activation import add, gate_silu, gelu, multiply, silu, swiglu
+from coat_jax.ops.activation import add, gate_silu, gelu, gelu_function, multiply, silu, swiglu
 from coat_jax.ops.attention import attention, attention_linear
+from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.embedding import embedding
 from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.loss import cross_entropy
 from coat_jax.ops.norm import layer_norm, normalize_layer, normalize_rms, rms_norm
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
-from coat_jax.ops.stash import STASH, remat_policy, stashed
+from coat_jax.ops.stash import STASH, Stashable, remat_policy, stashed
 
 __all__ = [
     "STASH",
+    "Elementwise",
     "Prologue",
     "Recipe",
+    "Stashable",
     "add",
     "attention",
     "attention_linear",
@@ -21,6 +24,7 @@ __all__ = [
     "embedding",
     "gate_silu",
     "gelu",
+    "gelu_function",
     "layer_norm",
     "linear",
     "multiply",

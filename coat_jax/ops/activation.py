@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import nonlinear
 
@@ -18,7 +19,13 @@ def silu(x: jax.Array, recipe: Recipe) -> jax.Array:
 
     Source: arXiv 1702.03118.
     """
-    return nonlinear(jax.nn.silu, [x], recipe)
+    return nonlinear(Elementwise(jax.nn.silu), [x], recipe)
+
+
+def gelu_function(approximate: bool) -> Elementwise:
+    """x Phi(x), or its tanh approximation, plain."""
+    refused = None if approximate else "has no kernel with an error function, which approximate=True does without"
+    return Elementwise(functools.partial(jax.nn.gelu, approximate=approximate), refused)
 
 
 def gelu(x: jax.Array, recipe: Recipe, *, approximate: bool = True) -> jax.Array:
@@ -26,7 +33,7 @@ def gelu(x: jax.Array, recipe: Recipe, *, approximate: bool = True) -> jax.Array
 
     Source: arXiv 1606.08415.
     """
-    return nonlinear(functools.partial(jax.nn.gelu, approximate=approximate), [x], recipe)
+    return nonlinear(gelu_function(approximate), [x], recipe)
 
 
 def multiply(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
@@ -36,7 +43,7 @@ def multiply(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
       ValueError: different shapes.
     """
     same_shape("multiply", a, b)
-    return nonlinear(jax.lax.mul, [a, b], recipe)
+    return nonlinear(Elementwise(jax.lax.mul), [a, b], recipe)
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -65,7 +72,7 @@ def swiglu(gate: jax.Array, up: jax.Array, recipe: Recipe) -> jax.Array:
     Source: arXiv 2002.05202.
     """
     same_shape("swiglu", gate, up)
-    return nonlinear(gate_silu, [gate, up], recipe)
+    return nonlinear(Elementwise(gate_silu), [gate, up], recipe)
 
 
 def same_shape(op: str, a: jax.Array, b: jax.Array) -> None:

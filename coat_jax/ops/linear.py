@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import STASH, Kept, keep_quantized, restore_quantized, stashed
+from coat_jax.ops.stash import STASH, Kept, keep_quantized, restore_quantized, stashed, unstashed
 from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, quantize
 
 Operand = QuantizedArray | jax.Array
@@ -190,7 +190,7 @@ def linear(
         return multiply(h, kernels)
     fn, spec, params = prologue
     if spec is None and not recipe.products_quantized:
-        return multiply(fn(*inputs, *params), kernels)
+        return multiply(unstashed(fn)(*inputs, *params), kernels)
     specs = [spec] * len(inputs)
     keeping = functools.partial(stashed, specs=specs, implementation=recipe.implementation)
     if recipe.redo:

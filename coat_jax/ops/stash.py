@@ -141,9 +141,14 @@ def stashed(
     return op
 
 
+def unstashed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn as plain autodiff gets it: what its Flax namesake computes, bit for bit."""
+    return fn.fn if isinstance(fn, Stashable) else fn
+
+
 def nonlinear(fn: Callable[..., jax.Array], inputs: Sequence[jax.Array], recipe: Recipe, *params: Any) -> jax.Array:
     """fn(*inputs, *params), inputs kept as `recipe.nonlinear_input`; where that is None, plain autodiff decides."""
     spec = recipe.nonlinear_input
     if spec is None:
-        return fn(*inputs, *params)
+        return unstashed(fn)(*inputs, *params)
     return stashed(fn, [spec] * len(inputs), implementation=recipe.implementation)(*inputs, *params)

@@ -1,0 +1,91 @@
+"""Functions element by element, with FP8 of their inputs: in one pass forward, and in one backward."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax.ops.stash import Chosen, Kept, Stashable, keep_quantized, restore_quantized
+from coat_jax.quant import Implementation, QuantizedArray, QuantSpec
+from coat_jax.quant.one_pass import one_pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Elementwise(Stashable):
+    """y = fn(x1, x2, ...), element by element: computed in float32, from the inputs or from what is kept, and rounded once.
+
+    As kernels: inputs -> y and FP8 of every input; FP8 -> y; FP8 and dy -> dx1, dx2, ... Each reads and writes once.
+
+    Attributes:
+      fn: function of arrays of one shape to one array of that shape, without captured traced values.
+      refused: why no kernel computes fn, or None.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> third = Elementwise(lambda x: x / 3)
+      >>> print(third(jnp.ones(2, jnp.bfloat16)))
+      [0.333984 0.333984]
+    """
+
+    refused: str | None = None
+
+    def __call__(self, *inputs: jax.Array) -> jax.Array:
+        """y, in the dtype that fn gives the inputs."""
+        return self._result([wide(x) for x in inputs], [x.dtype for x in inputs])
+
+    def forward(
+        self, inputs: Sequence[Any], params: Sequence[Any], specs: Sequence[QuantSpec | None], implementation: Chosen
+    ) -> tuple[jax.Array, tuple[Kept, ...]]:
+        """y, and FP8 of each input."""
+        [spec, *others] = set(specs)
+        real = all(jnp.issubdtype(x.dtype, jnp.floating) for x in inputs)
+        if spec is None or others or not real:
+            return super().forward(inputs, params, specs, self._plain(implementation))
+
+        def body(*inputs, encode, decode):
+            del decode
+            return self(*inputs), tuple(map(encode, inputs))
+
+        y, kept = self._pass(body, *inputs, spec=spec, implementation=implementation)
+        return y, tuple(map(keep_quantized, kept))
+
+    def redo(
+        self, kept: Sequence[Kept], params: Sequence[Any], implementation: Chosen
+    ) -> tuple[Callable[[], Any], Callable[[Any], tuple[Any, ...]]]:
+        """y from the stash, and the gradients from the stash and dy."""
+        stored = [restore_quantized(x) for x in kept if isinstance(x, QuantizedArray)]
+        if len(stored) < len(kept):
+            return super().redo(kept, params, self._plain(implementation))
+        dtypes = [q.dtype for q in stored]
+
+        def again(*stored, encode, decode):
+            del encode
+            return self._result(list(map(decode, stored)), dtypes)
+
+        def gradients(g, *stored, encode, decode):
+            del encode
+            _, pull = jax.vjp(self.fn, *map(decode, stored))
+            return tuple(d.astype(dtype) for d, dtype in zip(pull(wide(g)), dtypes, strict=True))
+
+        def run(body, *args):
+            return self._pass(body, *args, spec=stored[0].spec, implementation=implementation)
+
+        return lambda: run(again, *stored), lambda g: run(gradients, g, *stored)
+
+    def _result(self, values: Sequence[jax.Array], dtypes: Sequence[Any]) -> jax.Array:
+        """fn(*values), rounded to the dtype that fn gives `dtypes`."""
+        given = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(values, dtypes, strict=True)]
+        return self.fn(*values).astype(jax.eval_shape(self.fn, *given).dtype)
+
+    def _pass(self, body: Callable[..., Any], *args: Any, spec: QuantSpec, implementation: Chosen) -> Any:
+        return one_pass(body, *args, spec=spec, operation="elementwise", implementation=implementation, refused=self.refused)
+
+    def _plain(self, implementation: Chosen) -> Implementation | None:
+        return Implementation.resolve(implementation, "elementwise", "has kernels where every input is kept, in one spec")
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """x in float32 where it is a real number of fewer bits."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x

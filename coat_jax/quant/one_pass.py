@@ -1,0 +1,85 @@
+"""A function of whole groups written once, run by plain JAX or in one kernel: read once, written once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.quant import codec
+from coat_jax.quant.array import QuantizedArray
+from coat_jax.quant.granularity import Groups
+from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
+from coat_jax.quant.quantize import dequantize, quantize
+from coat_jax.quant.rounding import Rounding
+from coat_jax.quant.spec import QuantSpec
+
+
+def one_pass(
+    fn: Callable[..., Any],
+    *args: jax.Array | QuantizedArray,
+    spec: QuantSpec,
+    operation: str,
+    implementation: Implementation | str | None,
+    refused: str | None = None,
+) -> Any:
+    """fn(*args, encode=, decode=), by plain JAX, or one kernel that sees some groups of every argument at a time.
+
+    Args:
+      fn: of the arguments to a tree of arrays of their shape and of what `encode` gives. `encode(x)` is x quantized to `spec`
+        and `decode(q)` the float32 values of a quantized argument; all else is element by element.
+      args: arrays and quantized arrays of one shape, all laid out by the groups of `spec`.
+      operation: name for messages and of the kernel.
+      implementation: "xla", "pallas", "interpret", or None to let the library choose: XLA, which does it inside its
+        neighbours.
+      refused: why no kernel computes fn, or None.
+
+    Returns:
+      What fn returns, `QuantizedArray`s where it encodes.
+
+    Raises:
+      ValueError: an implementation that is unknown or cannot run.
+    """
+    shape = args[0].shape
+    groups = Groups.of(spec.granularity, shape)
+    plain = functools.partial(
+        fn, encode=functools.partial(quantize, spec=spec), decode=lambda q: dequantize(q, np.dtype(np.float32))
+    )
+    leaves, tree = jax.tree.flatten(args)
+    like = jax.eval_shape(plain, *args)
+
+    def tile(*tiles, axes):
+        def encode(x):
+            codes = codec.encode(x.astype(jnp.float32), spec, axes)
+            return QuantizedArray.tree_unflatten((spec, x.dtype), codes)
+
+        def decode(q):
+            return codec.decode(codec.Codes(q.payload, q.scale, q.exponent), q.spec, axes)
+
+        return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, tiles), encode=encode, decode=decode)))
+
+    def kernel(*args, interpret):
+        statistics = tuple(n for i, n in enumerate(groups.split_shape) if i - len(groups.split_shape) not in groups.axes)
+        laid = [groups.split(x) if x.shape == shape else x.reshape(statistics) for x in jax.tree.leaves(args)]
+        [done] = group_map(tile, [laid], [groups], name=operation, interpret=interpret)
+        whole = len(groups.split_shape)
+        return jax.tree.unflatten(
+            jax.tree.structure(like), [groups.merge(y) if y.ndim == whole else y.reshape(groups.scale_shape) for y in done]
+        )
+
+    chosen = implementation or Implementation.XLA
+    return choose(
+        kernel, plain, *args, operation=operation, implementation=chosen, refused=refused or _refusal(args, spec, groups)
+    )
+
+
+def _refusal(args: Any, spec: QuantSpec, groups: Groups) -> str | None:
+    if any(x.shape != groups.shape for x in args):
+        return f"has a kernel for arrays of one shape, not of {', '.join(str(x.shape) for x in args)}"
+    if any(x.spec.granularity != spec.granularity for x in args if isinstance(x, QuantizedArray)):
+        return f"has a kernel for arguments in one granularity, here {spec.granularity}"
+    if spec.rounding is Rounding.STOCHASTIC:
+        return "has no kernel that rounds stochastically"
+    return refusal(groups)
