@@ -44,9 +44,11 @@ def one_pass(
     """
     shape = args[0].shape
     groups = Groups.of(spec.granularity, shape)
-    plain = functools.partial(
-        fn, encode=functools.partial(quantize, spec=spec), decode=lambda q: dequantize(q, np.dtype(np.float32))
-    )
+
+    def plain(*args):
+        out = fn(*args, encode=functools.partial(quantize, spec=spec), decode=lambda q: dequantize(q, np.dtype(np.float32)))
+        return jax.tree.map(_made, out, is_leaf=lambda x: isinstance(x, QuantizedArray))
+
     leaves, tree = jax.tree.flatten(args)
     like = jax.eval_shape(plain, *args)
 
@@ -73,6 +75,11 @@ def one_pass(
     return choose(
         kernel, plain, *args, operation=operation, implementation=chosen, refused=refused or _refusal(args, spec, groups)
     )
+
+
+def _made(x: Any) -> Any:
+    """x, which XLA makes in its own dtype. It would leave out a rounding that the next function undoes, and hold float32."""
+    return x if isinstance(x, QuantizedArray) or x.dtype.itemsize >= 4 else jax.lax.optimization_barrier(x)
 
 
 def _refusal(args: Any, spec: QuantSpec, groups: Groups) -> str | None:
