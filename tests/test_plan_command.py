@@ -96,7 +96,7 @@ def test_the_picture_names_its_axis_and_unit_and_every_row():
         ("tiny --gpus 4 --batch 6", "batch=6 sequences do not divide over gpus=4; use a multiple of 4"),
         ("tiny --gpus 65", "one plan covers up to 64"),
         ("tiny --batch 0", "batch=0; use 1 or more"),
-        ("tiny --recipe fp4", "recipe='fp4' is unknown; use one of coat, lean, bf16, plain"),
+        ("tiny --recipe fp4", "recipe='fp4' is unknown; use one of coat, lean, blocks, bf16, plain"),
         ("tiny --codec none", "codec='none' is unknown"),
         ("tiny --remat dots", "remat='dots' is a policy of plain Flax"),
         ("tiny --remat some", "remat='some' is unknown; use one of none, dots, layer"),

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import STASH, Kept, keep_quantized, restore_quantized, stashed, unstashed
-from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, quantize
+from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
 
 Operand = QuantizedArray | jax.Array
 
@@ -33,8 +33,19 @@ def values(x: Operand, dtype: Any) -> jax.Array:
     return dequantize(x, dtype)
 
 
+def turned(x: Operand, spec: QuantSpec, recipe: Recipe, dtype: Any) -> QuantizedArray:
+    """The transposed matrix as an operand of a product."""
+    return product.quantize_transposed(values(x, dtype), spec, implementation=recipe.implementation)
+
+
 def matrix_product(a: Operand, b: Operand, contract: tuple[int, int], recipe: Recipe, dtype: Any, out: Any) -> jax.Array:
-    """Contracts axis contract[0] of matrix a with contract[1] of matrix b, in `dtype`, giving dtype `out`."""
+    """Contracts axis contract[0] of matrix a with contract[1] of matrix b, giving dtype `out`.
+
+    Operands that share a scale among 128 numbers along the contraction are multiplied as they are, all others in `dtype`.
+    """
+    if isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray) and product.matches(a.spec, b.spec, contract):
+        b = b if contract[1] else product.transpose(b)
+        return product.scaled_product(a, b, out, implementation=recipe.implementation)
     dims = (((contract[0],), (contract[1],)), ((), ()))
     # Together through a barrier: XLA would make one product of several small ones with a common operand, side by side, and no
     # longer see that they are FP8.
@@ -59,8 +70,9 @@ def products(
 ) -> list[jax.Array]:
     """Y_j = q(H) q(W_j), dH = sum_j q(dY_j) q(W_j)^T, dW_j = q(H)^T q(dY_j), with q the recipe's quantization of each role.
 
-    q(H) is kept for the backward pass; the kernels are quantized again there. Reshapes to matrices happen inside, so that h
-    and the kernels, where they are kept by reference, stay the very arrays that others keep.
+    q(H) is kept for the backward pass; the kernels are quantized again there. Groups of 128 lie along the contraction: for dW
+    they are made anew along the rows, of dY from its exact values, of H from what is kept. Reshapes to matrices happen inside,
+    so that h and the kernels, where they are kept by reference, stay the very arrays that others keep.
 
     Args:
       h: (*rows, *contracted).
@@ -93,13 +105,16 @@ def products(
 
     def backward(residual, gs):
         kept, kernels = residual
-        x = left(kept) if shared else restore_operand(kept)
-        gs = [
-            operand(g.reshape(math.prod(rows), math.prod(f)), recipe.gradient, recipe)
-            for g, f in zip(gs, features, strict=True)
-        ]
-        dws = [into(x, g, (0, 0), out=w.dtype).reshape(w.shape) for g, w in zip(gs, kernels, strict=True)]
-        dhs = [into(g, right(w), (1, 1), out=dtype) for g, w in zip(gs, kernels, strict=True)]
+        x = kept.reshape(math.prod(rows), size) if shared else restore_operand(kept)
+        gs = [g.reshape(math.prod(rows), math.prod(f)) for g, f in zip(gs, features, strict=True)]
+        quantized = [operand(g, recipe.gradient, recipe) for g in gs]
+        dhs = [into(g, right(w), (1, 1), out=dtype) for g, w in zip(quantized, kernels, strict=True)]
+        contracted, left_spec, right_spec = (0, 0), recipe.linear_input, recipe.gradient
+        if left_spec and right_spec and product.matches(left_spec, right_spec):
+            x, contracted = turned(x, left_spec, recipe, dtype), (1, 1)
+            quantized = [turned(g, right_spec, recipe, dtype) for g in gs]
+        x = x if isinstance(x, QuantizedArray) else operand(x, recipe.linear_input, recipe)
+        dws = [into(x, g, contracted, out=w.dtype).reshape(w.shape) for g, w in zip(quantized, kernels, strict=True)]
         return functools.reduce(jnp.add, dhs).reshape(shape), dws
 
     op = jax.custom_vjp(run)

@@ -23,7 +23,8 @@ class Recipe:
       layer_input: what is kept of a layer's input under `remat="layer"`.
       redo: keep a linear layer's non-linear inputs only and redo from them what the product consumed, instead of keeping both.
       precision: of the weight products, as in `jax.lax.dot_general`; on Hopper None lets FP8 products accumulate in the
-        tensor cores' 14 bits, "highest" promotes the partial sums to float32.
+        tensor cores' 14 bits, "highest" promotes the partial sums to float32. Products of operands with a scale per 128
+        promote the sum of each 128 in any case.
       implementation: who computes what there are kernels for: "xla", "pallas", "interpret", or None to let the library choose.
         Attention and the products of operands with one scale each are cuDNN's, cuBLASLt's and XLA's in any case.
 

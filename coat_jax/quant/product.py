@@ -9,33 +9,48 @@ import numpy as np
 
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.formats import E4M3, E5M2
-from coat_jax.quant.granularity import PerBlock, PerGroup
-from coat_jax.quant.implementation import Implementation, choose
+from coat_jax.quant.granularity import Groups, PerBlock, PerGroup
+from coat_jax.quant.implementation import Implementation, choose, refusal
+from coat_jax.quant.quantize import quantize
 from coat_jax.quant.spec import QuantSpec
 
 BLOCK = 128
 """Numbers along the contraction that share a scale: Hopper's tensor cores sum so many before float32 takes over."""
 
 
-def contracts(spec: QuantSpec, axis: int) -> bool:
-    """Whether matrices of this spec can be contracted over `axis` (-1 or -2) by `scaled_product`."""
-    groups = (PerGroup(BLOCK, axis), PerBlock((BLOCK, BLOCK)))
-    return spec.granularity in groups and spec.expansion is None and spec.format in (E4M3, E5M2)
-
-
-def along(spec: QuantSpec, axis: int) -> QuantSpec:
-    """The spec with its groups of 128 along `axis` (-1 or -2) of a matrix; any other spec as it is."""
-    if not contracts(spec, -1) and not contracts(spec, -2):
-        return spec
-    granularity = PerGroup(BLOCK, axis) if isinstance(spec.granularity, PerGroup) else spec.granularity
-    return dataclasses.replace(spec, granularity=granularity)
+def matches(a: QuantSpec | None, b: QuantSpec | None, contract: tuple[int, int] = (1, 1)) -> bool:
+    """Whether `scaled_product` can contract axis contract[0] of matrices of spec a with contract[1] of those of b."""
+    if a is None or b is None:
+        return False
+    shared = b.granularity == PerBlock((BLOCK, BLOCK)) or b.granularity == PerGroup(BLOCK) and contract[1] == 1
+    plain = all(spec.expansion is None and spec.format in (E4M3, E5M2) for spec in (a, b))
+    return a.granularity == PerGroup(BLOCK) and contract[0] == 1 and shared and plain
 
 
 def transpose(q: QuantizedArray) -> QuantizedArray:
-    """The transposed matrix, its payload and scales transposed."""
+    """The transposed matrix: payload and scales transposed."""
     groups = q.spec.granularity
-    axis = -1 if groups == PerGroup(BLOCK, -2) else -2
-    return QuantizedArray(q.payload.T, q.scale.T, None, along(q.spec, axis), q.dtype)
+    if isinstance(groups, PerGroup):
+        groups = PerGroup(groups.size, -3 - groups.axis)
+    return QuantizedArray(q.payload.T, q.scale.T, None, dataclasses.replace(q.spec, granularity=groups), q.dtype)
+
+
+def quantize_transposed(x: jax.Array, spec: QuantSpec, *, implementation: Implementation | str | None = None) -> QuantizedArray:
+    """The transposed matrix in groups of `spec`, which lie along the columns of x.
+
+    Where None lets the library choose it takes the kernel on a Hopper GPU: of plain JAX XLA makes a program that transposes the
+    numbers, in float32, from which the bytes are computed.
+    """
+    tall = dataclasses.replace(spec, granularity=PerGroup(BLOCK, -2))
+    quantized = choose(
+        lambda x, interpret: quantize(x, tall, implementation="interpret" if interpret else "pallas"),
+        lambda x: quantize(x, tall, implementation="xla"),
+        x,
+        operation="quantize",
+        implementation=implementation,
+        refused=refusal(Groups.of(tall.granularity, x.shape)),
+    )
+    return transpose(quantized)
 
 
 def scaled_product(
@@ -75,23 +90,31 @@ def scaled_product(
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"scaled_product: shapes {a.shape} and {b.shape}; give (m, k) and (n, k)")
-    if not contracts(a.spec, -1) or not isinstance(a.spec.granularity, PerGroup) or not contracts(b.spec, -1):
+    if not matches(a.spec, b.spec):
         raise ValueError(
             f"scaled_product: a is {a.spec} and b is {b.spec}; give FP8 in groups of 128 along the last axis (b also in blocks "
             "of 128 x 128), without expansion"
         )
     dtype = a.dtype if dtype is None else np.dtype(dtype)
-    chosen = functools.partial(choose, operation="scaled_product", implementation=implementation)
-    parts = (a.payload, b.payload, a.scale.astype(jnp.float32), b.scale.astype(jnp.float32))
-    return chosen(
-        functools.partial(_kernel, dtype=dtype), functools.partial(_plain, dtype=dtype), *parts, refused=_refusal(a, b)
+    return choose(
+        functools.partial(_kernel, dtype=dtype),
+        functools.partial(_plain, dtype=dtype),
+        a.payload,
+        b.payload,
+        a.scale.astype(jnp.float32),
+        b.scale.astype(jnp.float32),
+        operation="scaled_product",
+        implementation=implementation,
+        refused=_refusal(a, b, dtype),
     )
 
 
-def _refusal(a: QuantizedArray, b: QuantizedArray) -> str | None:
+def _refusal(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> str | None:
     """Why no kernel takes this product, or None."""
     if 0 in a.shape + b.shape:
         return "has no kernel for an empty array"
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"has no kernel that gives {dtype}"
     if a.spec.format != b.spec.format and jax.__version_info__ < (0, 11):
         return f"has no kernel for {a.spec.format} times {b.spec.format} before jax 0.11"
     return None
@@ -106,9 +129,11 @@ def _kernel(a: jax.Array, b: jax.Array, sa: jax.Array, sb: jax.Array, *, dtype: 
 def _plain(a: jax.Array, b: jax.Array, sa: jax.Array, sb: jax.Array, *, dtype: np.dtype) -> jax.Array:
     """One block after another, as the kernel does, so that the sum has the kernel's order."""
     rows, columns, size = len(a), len(b), min(BLOCK, a.shape[1])
+    if not size:
+        return jnp.zeros((rows, columns), dtype)
     if len(sb) != columns:
         sb = jnp.repeat(sb, BLOCK, axis=0)[:columns]
-    short = -a.shape[1] % max(size, 1)
+    short = -a.shape[1] % size
     a, b = (jnp.pad(x, ((0, 0), (0, short))) if short else x for x in (a, b))
 
     def block(k, total):

@@ -1,6 +1,7 @@
 """Weight products: values, gradients, what is kept, and the laws of their quantization."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,34 @@ def test_product_and_gradients_are_off_by_their_operands_only(shape):
     assert relative(dx, g @ w.T) <= worst * in_squares(E5M2_RMS, E4M3_RMS)
     assert relative(dw, x.T @ g) <= worst * in_squares(E4M3_RMS, E5M2_RMS)
     assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_products_of_blocks_are_off_by_their_operands_only(shape):
+    """H enters dW twice rounded: what is kept of it has groups along the features, what dW contracts along the rows."""
+    x, w, g = data(*shape)
+    worst = np.sqrt(3) if min(shape) < 16 else 1.05
+    y, pull = jax.jit(lambda x, w: jax.vjp(functools.partial(dense, recipes.blocks()), x, w))(x, w)
+    dx, dw = jax.jit(lambda pull, g: pull(g))(pull, g)
+    assert relative(y, x @ w) <= worst * in_squares(E4M3_RMS, E4M3_RMS)
+    assert relative(dx, g @ w.T) <= worst * in_squares(E4M3_RMS, E4M3_RMS)
+    assert relative(dw, x.T @ g) <= worst * in_squares(E4M3_RMS, E4M3_RMS, E4M3_RMS)
+
+
+@pytest.mark.plan
+def test_products_of_blocks_are_kernels_on_an_h100_and_none_is_bfloat16():
+    from coat_jax.plan import compile_for
+
+    x, w = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)
+
+    def step(x, w, g):
+        y, pull = jax.vjp(functools.partial(dense, recipes.blocks()), x, w)
+        return y, pull(g)
+
+    text = compile_for("h100", step, x, w, jax.ShapeDtypeStruct((1024, 768), jnp.bfloat16)).text
+    kernels = re.findall(r"custom-call\(.*mosaic_gpu.*op_name=\"[^\"]*?(\w+)/mpmd_map", text)
+    assert sorted(kernels) == ["quantize"] * 2 + ["scaled_product"] * 3
+    assert not re.search(r" dot\(|cublas|gemm", text)
 
 
 @pytest.mark.parametrize("name", ["coat", "lean"])
@@ -187,5 +216,5 @@ def test_every_role_can_be_replaced():
         recipes.coat().replace(gradients=None)
     with pytest.raises(TypeError, match="Recipe: weight='e4m3'"):
         recipes.coat().replace(weight="e4m3")
-    with pytest.raises(ValueError, match="recipe='coats' is unknown; use one of coat, lean, bf16"):
+    with pytest.raises(ValueError, match="recipe='coats' is unknown; use one of coat, lean, blocks, bf16"):
         recipes.named("coats")
