@@ -4,12 +4,15 @@ The choice falls when a program is lowered, when its target is known: the same t
 plain XLA on an A100, a B200 or a CPU, compiled for from any machine.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend as jex
 from jax.interpreters import ad, batching, mlir
+
+from pallas_kernels.partition import Split, partitioned
 
 Function = Callable[..., Any]
 
@@ -17,42 +20,71 @@ by_target_p = jex.core.Primitive("kernel_by_target")
 by_target_p.multiple_results = True
 
 
-def by_target(kernel: Function, plain: Function, *args: Any, required: str | None = None) -> Any:
+class Parts(NamedTuple):
+    """How a program for several devices cuts arrays: which axes it may, and the mesh in use."""
+
+    split: Split
+    mesh: jax.sharding.AbstractMesh
+
+
+def by_target(kernel: Function, plain: Function, *args: Any, required: str | None = None, split: Split | None = None) -> Any:
     """kernel(*args) in a program for a Hopper GPU, plain(*args) in any other. Both return the same tree of arrays.
 
-    A program for several GPUs takes the kernel inside `jax.shard_map` only: elsewhere the partitioner would have to gather
-    the operands of a kernel, which it cannot look into. Outside `jax.jit` plain runs. Derivatives are those of plain.
+    In a program for several GPUs the kernel runs inside `jax.shard_map`, and elsewhere on each device's part of the arrays,
+    where `split` says how they may be cut and `jax.set_mesh` which mesh there is. Else plain runs: the partitioner cannot look
+    into a kernel and would gather its operands. Outside `jax.jit` plain runs. Derivatives are those of plain.
 
     Args:
-      kernel, plain: functions of arrays or trees of arrays.
+      kernel, plain: functions of arrays or trees of arrays. With `split`, kernel also takes the keyword `places`: the `Place`
+        of each array of args, in trees of the same structure.
       required: None, or what to say where the kernel cannot run.
+      split: the labels of all arrays' axes.
 
     Raises:
       ValueError: `required`, where it is given and the program does not take the kernel.
     """
     flat, tree = jax.tree.flatten(args)
     out = jax.tree.structure(jax.eval_shape(plain, *args))
-    kernel, plain = (
-        lambda *xs, function=function: jax.tree.leaves(function(*jax.tree.unflatten(tree, xs))) for function in (kernel, plain)
-    )
-    return jax.tree.unflatten(out, by_target_p.bind(*flat, kernel=kernel, plain=plain, required=required))
+
+    def of_flat(function: Function) -> Function:
+        def call(*xs: Any, **keywords: Any) -> Any:
+            trees = {name: jax.tree.unflatten(tree, leaves) for name, leaves in keywords.items()}
+            return jax.tree.leaves(function(*jax.tree.unflatten(tree, xs), **trees))
+
+        return call
+
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = None if split is None or mesh.empty else Parts(split, mesh)
+    results = by_target_p.bind(*flat, kernel=of_flat(kernel), plain=of_flat(plain), required=required, parts=parts)
+    return jax.tree.unflatten(out, results)
 
 
-def _takes_kernel(context: Any) -> bool:
-    """Whether the program of a lowering context is for one Hopper GPU, or the code of one of several."""
-    module = context.module_context
+def _for_hopper(module: Any) -> bool:
+    """Whether a module is lowered for Hopper GPUs."""
     if tuple(module.platforms) != ("cuda",) or module.backend is None:
         return False
-    if any(str(device.compute_capability) != "9.0" for device in module.backend.devices()):
-        return False
-    mesh = getattr(module.axis_context, "mesh", None)
+    return all(str(device.compute_capability) == "9.0" for device in module.backend.devices())
+
+
+def _on_one_device(axes: Any) -> bool:
+    """Whether code with an axis context is a program for one device, or that of one of several."""
+    mesh = getattr(axes, "mesh", None)
     if mesh is None:
-        return module.axis_context.num_devices == 1
-    return mesh.size == 1 or set(mesh.axis_names) == set(module.axis_context.manual_axes)
+        return axes.num_devices == 1
+    return mesh.size == 1 or set(mesh.axis_names) == set(axes.manual_axes)
 
 
-def _lower(context: Any, *operands: Any, kernel: Function, plain: Function, required: str | None) -> Any:
-    chosen = kernel if _takes_kernel(context) else plain
+def _lower(context: Any, *operands: Any, kernel: Function, plain: Function, required: str | None, parts: Parts | None) -> Any:
+    module, chosen = context.module_context, plain
+    if _for_hopper(module):
+        if _on_one_device(module.axis_context):
+            chosen = kernel
+        elif parts is not None and getattr(module.axis_context, "num_devices", None) == parts.mesh.size:
+            chosen = partitioned(kernel, plain, parts.split)
+            # A partitioner needs a mesh, which JAX looks up for its own primitives only; of the devices it takes the number.
+            devices = tuple(module.backend.devices()[: parts.mesh.size])
+            there = dataclasses.replace(module.axis_context, device_assignment=devices, abstract_mesh=parts.mesh)
+            context = context.replace(module_context=module.replace(axis_context=there))
     if chosen is plain and required is not None:
         raise ValueError(required)
     return mlir.lower_fun(jax.jit(chosen), multiple_results=True)(context, *operands)
@@ -68,9 +100,10 @@ def _abstract(*operands: Any, plain: Function, **_: Any) -> list[Any]:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *operands)]
 
 
-def _batch(operands: Any, axes: Any, *, kernel: Function, plain: Function, required: str | None) -> Any:
+def _batch(operands: Any, axes: Any, *, kernel: Function, plain: Function, required: str | None, parts: Parts | None) -> Any:
+    del parts  # a batch is not cut
     kernel, plain = (jax.vmap(function, in_axes=tuple(axes)) for function in (kernel, plain))
-    results = by_target_p.bind(*operands, kernel=kernel, plain=plain, required=required)
+    results = by_target_p.bind(*operands, kernel=kernel, plain=plain, required=required, parts=None)
     return results, [0] * len(results)
 
 

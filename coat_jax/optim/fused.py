@@ -16,6 +16,7 @@ from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
 from coat_jax.optim.step import Leaf, Stepper, codec_of, groups_of, in_turn, merge, split
 from coat_jax.quant import Groups, Implementation
 from coat_jax.quant.implementation import choose, group_map, refusal
+from pallas_kernels.partition import Labels, Place, Split, stretched
 
 LEAVES = 8
 """Leaves in one launch at most: a kernel has code for the copies of each."""
@@ -68,7 +69,13 @@ def _kind(stepper: Stepper, task: Task) -> Hashable:
         return None
     groups = groups_of(codec, task.grad.shape)
     dtypes = tuple(x.dtype for x in jax.tree.leaves(task[:4]))
-    return codec, dtypes, max(groups.tile, default=1), _refusal(stepper, task, groups)
+    return codec, dtypes, max(groups.tile, default=1), _refusal(stepper, task, groups), _shared(groups)
+
+
+def _shared(groups: Groups) -> bool:
+    """Whether the devices of the mesh in use may share a leaf of these groups however they like, and none has part of one."""
+    devices = max(1, jax.sharding.get_abstract_mesh().size)
+    return not groups.ragged and all(groups.scale_shape[axis] % devices == 0 for axis in groups.axes)
 
 
 def _refusal(stepper: Stepper, task: Task, groups: Groups) -> str | None:
@@ -96,20 +103,48 @@ def _step(
             done.append(at(hyper).update(*task[:5], Leaf(name, task.row)))
         return done
 
-    def kernel(hyper: Hyper, tasks: Sequence[Task], *, interpret: bool) -> Any:
-        return _launch(at(hyper), tasks, names, interpret)
+    def kernel(hyper: Hyper, tasks: Sequence[Task], *, interpret: bool, places: Any = None) -> Any:
+        spots = [Place.all(task.grad.shape) for task in tasks] if places is None else [task.grad for task in places[1]]
+        kinds = [spot.stretch if _numbered(stepper, tasks[0]) else () for spot in spots]
+        done: dict[int, Any] = {}
+        for kind in dict.fromkeys(kinds):  # leaves that are cut along different axes number their elements in different ways
+            here = [i for i, other in enumerate(kinds) if other == kind]
+            some = [tasks[i] for i in here], [spots[i] for i in here], [names[i] for i in here]
+            done |= zip(here, _launch(at(hyper), *some, interpret), strict=True)
+        return [done[i] for i in range(len(tasks))]
 
     codec = codec_of(stepper.codec, tasks[0].mu, tasks[0].nu)
     if not codec.quantizes:
         return plain(stepper.hyper, tasks)
-    refused = _refusal(stepper, tasks[0], groups_of(codec, tasks[0].grad.shape))
+    groups = [groups_of(codec, task.grad.shape) for task in tasks]
     return choose(
-        kernel, plain, stepper.hyper, list(tasks), operation="coat_adamw", implementation=implementation, refused=refused
+        kernel,
+        plain,
+        stepper.hyper,
+        list(tasks),
+        operation="coat_adamw",
+        implementation=implementation,
+        refused=_refusal(stepper, tasks[0], groups[0]),
+        split=_split(stepper.hyper, tasks) if _shared(groups[0]) else None,
     )
 
 
-def _launch(stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], interpret: bool) -> list[tuple[Weight, Any, Any]]:
-    """One launch of the kernel."""
+def _split(hyper: Hyper, tasks: Sequence[Task]) -> Split:
+    """Devices may share every axis of a leaf."""
+
+    def labels(parts: Sequence[Any]) -> tuple[Labels, ...]:
+        return tuple(
+            tuple((i, axis) for axis in range(jnp.ndim(x))) for i, part in enumerate(parts) for x in jax.tree.leaves(part)
+        )
+
+    kept = [(task.weight, task.mu, task.nu) for task in tasks]
+    return Split((*labels(hyper), *labels(tasks)), labels(kept))
+
+
+def _launch(
+    stepper: Stepper, tasks: Sequence[Task], spots: Sequence[Place], names: Sequence[str], interpret: bool
+) -> list[tuple[Weight, Any, Any]]:
+    """One launch of the kernel, for leaves or the parts of leaves at `spots`, which are cut alike."""
     codec = codec_of(stepper.codec, tasks[0].mu, tasks[0].nu)
     groups = [groups_of(codec, task.grad.shape) for task in tasks]
     laid = [
@@ -118,7 +153,7 @@ def _launch(stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], inter
     ]
     tree = jax.tree.structure(laid[0])
     leaves = [Leaf(name, task.row) for name, task in zip(names, tasks, strict=True)]
-    places = [(leaf.seed, leaf.offset(task.grad.shape)) for leaf, task in zip(leaves, tasks, strict=True)]
+    places = [(leaf.seed, leaf.offset(spot.whole) + spot.first) for leaf, spot in zip(leaves, spots, strict=True)]
     scalars = [jnp.broadcast_to(value, len(tasks)) for value in stepper.hyper]
     scalars += [jnp.stack(column) for column in zip(*(task.rate for task in tasks), strict=True)]
     scalars += [jnp.stack([jnp.asarray(x, jnp.uint32) for x in column]) for column in zip(*places, strict=True)]
@@ -128,7 +163,7 @@ def _launch(stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], inter
         hyper, rate = Hyper(*scalars[: len(Hyper._fields)]), Rate(*scalars[len(Hyper._fields) : -2])
 
         def elements():
-            return Elements(scalars[-2], None if numbers is None else numbers() + scalars[-1])
+            return Elements(scalars[-2], None if numbers is None else stretched(numbers(), spots[0].stretch) + scalars[-1])
 
         # The weight comes first: what only it needs has left the registers when the moments are encoded.
         direction, new = moments.adam(grad.astype(jnp.float32), moments.decode(stored, codec, axes), hyper)

@@ -1,6 +1,7 @@
 """Who computes an operation: plain JAX or the Hopper kernels, and how groups reach the kernels."""
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,8 +66,12 @@ def choose(
     operation: str,
     implementation: Implementation | str | None,
     refused: str | None,
+    split: Any = None,
 ) -> Any:
     """plain(*args), or kernel(*args, interpret=...), as asked, as possible and, for None, as the program's target is.
+
+    With a `split` (`pallas_kernels.partition.Split`) each device of a program for several runs the kernel on its part; it gets
+    the keyword `places` there.
 
     Raises:
       ValueError: an unknown implementation, or one that cannot run; for "pallas" on another device when it is compiled.
@@ -78,8 +83,10 @@ def choose(
         return kernel(*args, interpret=True)
     from pallas_kernels.dispatch import by_target  # here, so that `import coat_jax` does not load it
 
-    needs = f"{operation}: implementation='pallas' runs in programs for one Hopper GPU, or in jax.shard_map; use None or 'xla'"
-    return by_target(lambda *xs: kernel(*xs, interpret=False), plain, *args, required=None if chosen is None else needs)
+    needs = f"{operation}: implementation='pallas' runs in programs for one Hopper GPU, or for several with jax.set_mesh or in "
+    needs += "jax.shard_map; use None or 'xla'"
+    required = None if chosen is None else needs
+    return by_target(functools.partial(kernel, interpret=False), plain, *args, required=required, split=split)
 
 
 def group_map(

@@ -1,0 +1,121 @@
+"""Kernels on the parts of sharded arrays: labels and places are right, and no code depends on how arrays are cut."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_group_map import numbers_like, same_bytes
+
+from coat_jax import coat_adamw, codecs
+from coat_jax.optim import fused, state_specs
+from coat_jax.quant import rounding
+from pallas_kernels import dispatch
+from pallas_kernels.partition import Split, partitioned, stretched
+
+COLLECTIVE = re.compile(r"(?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+def mesh_of(**axes):
+    return Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
+
+
+def run_on(mesh, specs, call, *args):
+    """call(*args) of arrays sharded by `specs`, and the text of its program."""
+    args = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), args, specs)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(call).lower(*args).compile()
+        return compiled(*args), compiled.as_text()
+
+
+@pytest.mark.parametrize("shardy", [True, False])
+@pytest.mark.parametrize(
+    "spec", [P("a"), P(None, "b"), P("a", "b"), P(None, ("a", "b")), P(None, None, "b"), P("a", None, "b")]
+)
+def test_elements_are_numbered_as_in_the_whole(spec, shardy):
+    """The last axis is cut in pairs, so that b, 4 devices, takes 24 numbers in sixes and not 20 in fives."""
+    for shape, cut in (((4, 16, 24), True), ((4, 16, 20), spec != P(None, None, "b") and spec != P("a", None, "b"))):
+        pairs = (*shape[:-1], shape[-1] // 2)
+        split = Split((("x", "y", "z"), ("x", "y", "z")), (("x", "y", "z"), ("x", "y", "z")))
+        parts = []
+
+        def kernel(x, sums, *, places, parts=parts):
+            numbers = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+            parts.append(x.shape)
+            return stretched(numbers, places[0].stretch) + places[0].first, sums + x.reshape(*sums.shape, 2).sum(-1)
+
+        plain = lambda x, sums: (x.astype(jnp.uint32), sums)  # noqa: E731
+        x, sums = numbers_like(shape), numbers_like(pairs, 1)
+        jax.config.update("jax_use_shardy_partitioner", shardy)
+        try:
+            call = partitioned(kernel, plain, split)
+            (numbers, added), text = run_on(mesh_of(a=2, b=4), (spec, spec if cut else P()), call, x, sums)
+        finally:
+            jax.config.update("jax_use_shardy_partitioner", True)
+        same_bytes(numbers, rounding.element_index(shape))
+        same_bytes(added, sums + x.reshape(*pairs, 2).sum(-1))
+        assert not cut or (not COLLECTIVE.search(text) and np.prod(parts[-1]) < np.prod(shape))
+
+
+def launched(step, leaves, groups, *, name, scalars, aliases, numbered, interpret):
+    """`group_map` in plain JAX: the function of a launch on whole leaves, with the numbers that a kernel would give it."""
+    done = []
+    for i, (leaf, laid) in enumerate(zip(leaves, groups, strict=True)):
+        numbers = lambda laid=laid: laid.split(rounding.element_index(laid.shape))  # noqa: E731
+        keywords = {"numbers": numbers} if numbered else {}
+        done.append(step(*leaf, axes=laid.axes, scalars=tuple(s[i] for s in scalars), **keywords))
+    return done
+
+
+@pytest.mark.parametrize("spec", [P(None, ("a", "b")), P("b", "a")])
+def test_codes_of_a_step_do_not_depend_on_how_leaves_are_cut(spec, monkeypatch):
+    """What Hopper GPUs would run on their parts, with the launch itself in plain JAX: moments and weights rounded at random."""
+    shapes = {"layers": (3, 1024, 16), "up": (16, 1024), "two groups": (256, 8)}
+    optimizer = coat_adamw(1e-2, codec=codecs.named("log_relative"), master="bf16-stochastic", min_size=1)
+    params, first, grads = (
+        {name: numbers_like(shape, seed).astype(jnp.bfloat16) for name, shape in shapes.items()} for seed in (0, 1, 2)
+    )
+    params, state = jax.jit(optimizer.update_and_apply)(first, optimizer.init(params), params)
+    want = jax.jit(optimizer.update_and_apply)(grads, state, params)
+    mesh = mesh_of(a=2, b=4)
+    specs = {name: P(*[None] * (len(shape) - 2), *spec) for name, shape in shapes.items()}
+    places = (specs, state_specs(state, params, specs, mesh.shape), specs)
+    monkeypatch.setattr(dispatch, "_for_hopper", lambda module: True)
+    monkeypatch.setattr(fused, "group_map", launched)
+    seen = []
+    launch = fused._launch
+    monkeypatch.setattr(fused, "_launch", lambda *args: seen.append(args[2]) or launch(*args))
+    got, text = run_on(mesh, places, optimizer.update_and_apply, grads, state, params)
+    same_bytes(got, want)
+    cut = {spot.whole for spots in seen for spot in spots if spot.part != spot.whole}
+    assert cut == {shapes["layers"], shapes["up"]}
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+    "axes, spec", [({"fsdp": 4}, P("fsdp")), ({"fsdp": 4}, P(None, "fsdp")), ({"data": 2, "fsdp": 2}, P("data", "fsdp"))]
+)
+def test_compiled_for_four_h100s_a_step_is_kernels_without_exchanges(axes, spec):
+    from coat_jax.plan import compile_for
+
+    shapes = {"up": (4096, 11008), "square": (4096, 4096), "layers": (4, 4096, 11008)}
+    optimizer = coat_adamw(1e-3, codec=codecs.named("log_relative"), master="bf16-stochastic")
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    state = jax.eval_shape(optimizer.init, params)
+    specs = {name: P(*[None] * (len(shape) - 2), *spec) for name, shape in shapes.items()}
+    kept = state_specs(state, params, specs, axes)
+    program = compile_for(
+        "h100",
+        optimizer.update_and_apply,
+        *(params, state, params),
+        gpus=4,
+        mesh=axes,
+        donate_argnums=(1, 2),
+        in_shardings=(specs, kept, specs),
+        out_shardings=(specs, kept),
+    )
+    assert "mosaic_gpu" in program.text and not program.collectives
+    assert program.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, params))) / 4
