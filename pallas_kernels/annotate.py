@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels import backend
 from pallas_kernels.backend import plgpu
 
-_CHOICES = ("reduce_max", "reduce_min", "reduce_sum", "broadcast_in_dim", "iota")
+_REDUCTIONS = ("reduce_max", "reduce_min", "reduce_sum")
+_CHOICES = (*_REDUCTIONS, "broadcast_in_dim", "iota")
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -40,6 +41,9 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, layouts: Mapping[tuple[int, ..
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.core.Literal) else values[atom]
 
+    def named(results: list[Any]) -> list[Any]:
+        return [plgpu.layout_cast(y, layouts[y.shape]) if y.shape in layouts else y for y in results]
+
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in _CALLS:
@@ -49,10 +53,13 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, layouts: Mapping[tuple[int, ..
             results = [jnp.where(operands[0] > 0, operands[0] * jax.lax.rsqrt(operands[0]), operands[0])]
         elif eqn.primitive.name == "add_any":  # of a derivative; the backend has the plain sum only
             results = [jax.lax.add(*operands)]
+        elif eqn.primitive.name in _REDUCTIONS and len(eqn.params["axes"]) > 1:  # the backend has one axis at a time
+            results = operands
+            for done, axis in enumerate(sorted(eqn.params["axes"])):
+                results = named([eqn.primitive.bind(*results, **eqn.params | {"axes": (axis - done,)})])
         else:
             made = eqn.primitive.bind(*operands, **eqn.params)
             results = made if eqn.primitive.multiple_results else [made]
-            if eqn.primitive.name in _CHOICES:
-                results = [plgpu.layout_cast(y, layouts[y.shape]) if y.shape in layouts else y for y in results]
+            results = named(results) if eqn.primitive.name in _CHOICES else results
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

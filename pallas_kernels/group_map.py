@@ -182,6 +182,7 @@ def group_map(
     *,
     name: str,
     axis: int = -1,
+    columns: int | None = None,
     scalars: Sequence[jax.Array] = (),
     aliases: Mapping[int, int] | None = None,
     numbered: bool = False,
@@ -196,6 +197,7 @@ def group_map(
         (groups, size, columns) and (groups, columns) for axis -2. Any dtype of 8, 16 or 32 bits; width a multiple of 4.
       name: name of the kernel in profiles.
       axis: -1 where groups lie along the last axis of an operand, -2 where they lie along the one before.
+      columns: with axis -2, how many columns a group spans besides (16, 32, 64, 128 or 256); None is one.
       scalars: arrays of one number per leaf; fn gets this leaf's as `scalars`.
       aliases: result -> operand of the same shape and dtype whose buffer it takes.
       numbered: give fn `numbers`, a function without arguments: the uint32 row-major number of every element in its operand.
@@ -219,9 +221,9 @@ def group_map(
         leaves, scalars = jax.tree.unflatten(tree, flat)
         padded = [tuple(Tiles.pad(x, axis) for x in leaf) for leaf in leaves]
         structs = tuple(tuple(Struct(x.shape, x.dtype) for x in leaf) for leaf in padded)
-        tiles = Tiles.of(axis, structs[0])
+        tiles = Tiles.of(axis, structs[0], columns)
         values = next(i for i, x in enumerate(leaves[0]) if x.ndim == 1 - axis)
-        columns = tuple(leaf[values].shape[-1] for leaf in leaves)
+        widths = tuple(leaf[values].shape[-1] for leaf in leaves)
 
         def tile(*operands):
             keywords: dict[str, Any] = {"scalars": tuple(s[0] for s in scalars)} if scalars else {}
@@ -231,7 +233,7 @@ def group_map(
 
         outs = jax.eval_shape(tile, *(Struct(tiles.shape(a.shape), a.dtype) for a in structs[0]))
         results = tuple(tuple(Struct(tiles.whole(o.shape, leaf[0].shape), o.dtype) for o in outs) for leaf in structs)
-        plan = Launch(fn, tiles, structs, results, columns, places[: len(outs)], numbered, name, interpret)
+        plan = Launch(fn, tiles, structs, results, widths, places[: len(outs)], numbered, name, interpret)
         ran = plan.run(padded, scalars)
         return [tuple(Tiles.crop(y, leaf[0], axis) for y in done) for done, leaf in zip(ran, leaves, strict=True)]
 

@@ -29,9 +29,12 @@ class Tiles:
     extent: int
 
     @classmethod
-    def of(cls, axis: int, operands: tuple[Any, ...]) -> "Tiles":
-        """The tile for a function of `operands`: 8192 elements, 2048 where they move more than 6 bytes each: a function of so
-        many operands has as many values alive, and 2048 is what no function here spills at."""
+    def of(cls, axis: int, operands: tuple[Any, ...], columns: int | None = None) -> "Tiles":
+        """The tile for a function of `operands`: `columns` of them where a group spans so many, else 8192 elements, 2048 where
+        they move more than 6 bytes each: a function of so many operands has as many values alive, and 2048 is what no function
+        here spills at."""
+        if columns is not None:
+            return cls(axis, columns)
         widths = [a.shape[-1] if axis == -1 else a.shape[-2] for a in operands if a.ndim == 1 - axis]
         elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 2048
         if axis == -2:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from coat_jax.quant.granularity import Groups
 
@@ -49,9 +50,15 @@ class Implementation(enum.StrEnum):
         return cls.XLA
 
 
-def refusal(groups: Groups) -> str | None:
-    """Why no kernel takes these groups, or None."""
-    if groups.axes not in ((-1,), (-2,)):
+COLUMNS = (16, 32, 64, 128, 256)
+"""Columns that a block may have in a kernel."""
+
+
+def refusal(groups: Groups, *, blocks: bool = False) -> str | None:
+    """Why no kernel takes these groups, or None. `blocks`: where there is a kernel for blocks over the last two axes."""
+    if blocks and groups.axes == (-3, -1) and groups.tile[-1] not in COLUMNS:
+        return f"has a kernel for blocks of {', '.join(map(str, COLUMNS))} columns, not of {groups.tile[-1]}"
+    if groups.axes not in ((-1,), (-2,), *([(-3, -1)] if blocks else [])):
         return "has kernels for groups along the last axis or the one before only"
     width = max(groups.tile)
     if width % 4 or width > 256:
@@ -100,11 +107,13 @@ def group_map(
     numbered: bool = False,
     interpret: bool = False,
 ) -> list[tuple[jax.Array, ...]]:
-    """`pallas_kernels.group_map` for arrays laid out by `groups`, one per leaf, all with groups along one axis.
+    """`pallas_kernels.group_map` for arrays laid out by `groups`, one per leaf, all with groups along one axis or in blocks.
 
     fn takes the keyword `axes` besides tiles: the axes of a tile along which a group lies. `numbers` count the elements of the
-    array.
+    array. Operands of blocks are arrays, not statistics.
     """
+    if groups[0].axes == (-3, -1):
+        return _block_map(fn, leaves, groups, name=name, interpret=interpret)
     from pallas_kernels.group_map import group_map as kernel  # here, so that `import coat_jax` does not load Pallas
 
     [axis] = groups[0].axes
@@ -122,4 +131,25 @@ def group_map(
 
     viewed = [tuple(view(x, laid) for x in leaf) for leaf, laid in zip(leaves, groups, strict=True)]
     done = kernel(call, viewed, name=name, axis=axis, scalars=scalars, aliases=aliases, numbered=numbered, interpret=interpret)
+    return [tuple(unview(y, laid) for y in leaf) for leaf, laid in zip(done, groups, strict=True)]
+
+
+def _block_map(fn: Callable[..., Any], leaves: Any, groups: Sequence[Groups], *, name: str, interpret: bool) -> Any:
+    """`group_map` of blocks, (..., down, rows, across, columns): a tile is a block, and its one number is stored per column."""
+    from pallas_kernels.group_map import group_map as kernel  # here, as above
+
+    *_, rows, _, columns = groups[0].split_shape
+
+    def call(*tiles: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(y if y.ndim else jnp.broadcast_to(y, (columns,)) for y in fn(*tiles, axes=(-2, -1)))
+
+    def unview(y: jax.Array, laid: Groups) -> jax.Array:
+        *lead, _, across, _ = laid.split_shape
+        return y.reshape(laid.split_shape) if y.ndim == 3 else y.reshape(*lead, across, columns)[..., 0]
+
+    viewed = [
+        tuple(x.reshape(-1, rows, laid.split_shape[-2] * columns) for x in leaf)
+        for leaf, laid in zip(leaves, groups, strict=True)
+    ]
+    done = kernel(call, viewed, name=name, axis=-2, columns=columns, interpret=interpret)
     return [tuple(unview(y, laid) for y in leaf) for leaf, laid in zip(done, groups, strict=True)]

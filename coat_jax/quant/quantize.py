@@ -86,7 +86,7 @@ def quantize(
         *seeds,
         operation="quantize",
         implementation=implementation or Implementation.XLA,
-        refused=refusal(groups) or ragged,
+        refused=refusal(groups, blocks=not stochastic) or ragged,
     )
     codes = codec.Codes(*parts, *[None] * (3 - len(parts)))
     return merge_codes(codes, groups, spec, x.dtype)

@@ -18,6 +18,7 @@ ARMS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "bf16": optax.adamw,
     "coat": coat_adamw,
     "lean": coat_adamw,
+    "blocks": coat_adamw,
 }
 """Names of arms, which are those of their recipes, and the optimizer of each."""
 

@@ -25,6 +25,17 @@ def test_interpreted_bytes_are_those_of_plain_jax(spec, shape):
 
 
 @interpreted
+@pytest.mark.parametrize("shape, dtype", [((2, 200, 300), jnp.bfloat16), ((256, 128), jnp.float32), ((5, 64), jnp.bfloat16)])
+@pytest.mark.parametrize("scale", [jnp.float32, jnp.bfloat16])
+def test_interpreted_blocks_are_those_of_plain_jax(shape, dtype, scale):
+    """Ragged blocks, a block of zeros, and a NaN that stays in its block."""
+    x = numbers_like(shape).astype(dtype).at[..., :128, :128].set(0.0).at[..., -1, -1].set(jnp.nan)
+    spec = QuantSpec(E4M3, PerBlock((128, 128)), scale_dtype=scale)
+    q, r = (jax.jit(lambda x, i=i: quantize(x, spec, implementation=i))(x) for i in ("xla", "interpret"))
+    same_bytes(q, r)
+
+
+@interpreted
 def test_all_bfloat16_numbers():
     x = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16).reshape(-1, 32)
     spec = QuantSpec(E5M2, PerGroup(32))
@@ -36,7 +47,9 @@ def test_pallas_says_where_it_runs():
     with pytest.raises(ValueError, match="runs in programs for one Hopper GPU"):
         quantize(x, QuantSpec(E4M3, PerGroup(128)), implementation="pallas")
     with pytest.raises(ValueError, match="groups along the last axis or the one before only; use None or 'xla'"):
-        quantize(x, QuantSpec(E4M3, PerBlock((8, 128))), implementation="pallas")
+        dequantize(quantize(x, QuantSpec(E4M3, PerBlock((8, 128)))), implementation="pallas")
+    with pytest.raises(ValueError, match="blocks of 16, 32, 64, 128, 256 columns, not of 24"):
+        quantize(x, QuantSpec(E4M3, PerBlock((8, 24))), implementation="pallas")
     with pytest.raises(ValueError, match="not of 6"):
         quantize(x, QuantSpec(E4M3, PerGroup(6)), implementation="interpret")
 
