@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coat_jax.optim import coat_adamw, codecs, master
-from coat_jax.quant import E4M3, PerGroup, PowerExpansion, QuantSpec, dequantize, quantize
+from coat_jax.quant import E4M3, PerBlock, PerGroup, PowerExpansion, QuantSpec, dequantize, quantize, scaled_product
 
 Function = Callable[..., Any]
 
@@ -62,7 +62,7 @@ class Case:
 @functools.cache
 def cases(sizes: Sizes = LLAMA_7B) -> tuple[Case, ...]:
     """Every kernel of the library, at `sizes`."""
-    return (*_quantization(sizes), *_optimizer(sizes))
+    return (*_quantization(sizes), *_optimizer(sizes), *_products(sizes))
 
 
 def numbers(key: jax.Array, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -99,6 +99,38 @@ def _dequantize(sizes: Sizes, spec: QuantSpec, least: float) -> Case:
         return (quantize(numbers(key, sizes.tokens, sizes.intermediate), spec),)
 
     return Case(f"dequantize, {spec}", make, inputs, sizes.tokens * sizes.intermediate, least)
+
+
+def _products(sizes: Sizes) -> list[Case]:
+    """Weights in blocks, a product by them, and the product that is their gradient. A gate projection of the Llama layer."""
+    groups, blocks = QuantSpec(E4M3, PerGroup(128)), QuantSpec(E4M3, PerBlock((128, 128)))
+    tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
+
+    def quantizing(implementation: str | None) -> Function:
+        return functools.partial(quantize, spec=blocks, implementation=implementation)
+
+    def weight(key: jax.Array) -> tuple[Any, ...]:
+        return (numbers(key, hidden, wide),)
+
+    return [
+        Case(f"quantize, {blocks}", quantizing, weight, hidden * wide, 3 + 4 / 128**2),
+        _product("product by weights", (tokens, hidden), groups, (wide, hidden), blocks),
+        _product("product of a weight gradient", (hidden, tokens), groups, (wide, tokens), groups),
+    ]
+
+
+def _product(name: str, left: tuple[int, int], a: QuantSpec, right: tuple[int, int], b: QuantSpec) -> Case:
+    def make(implementation: str | None) -> Function:
+        return functools.partial(scaled_product, dtype=np.dtype(jnp.bfloat16), implementation=implementation)
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        one, other = jax.random.split(key)
+        return quantize(numbers(one, *left), a), quantize(numbers(other, *right), b)
+
+    elements = left[0] * right[0]
+    stored = sum(q.nbytes for q in jax.eval_shape(inputs, jax.random.key(0)))
+    least = 2 + stored / elements
+    return Case(f"{name}, {a.granularity} x {b.granularity}", make, inputs, elements, least, flops=2 * elements * left[1])
 
 
 def _optimizer(sizes: Sizes) -> list[Case]:

@@ -1,7 +1,5 @@
 """The block-scaled product: interpreted, plain JAX's bytes where sums are exact; within the bound of float32 sums elsewhere."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,22 +87,3 @@ def test_what_does_not_contract_is_refused():
         scaled_product(b, a)
     with pytest.raises(ValueError, match="no kernel for an empty array"):
         scaled_product(whole((0, 256), GROUPS, 0), b, implementation="pallas")
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize("right, dtype", [(BLOCKS, jnp.bfloat16), (GROUPS, jnp.float32)], ids=str)
-def test_compiled_for_an_h100_it_is_wgmma_on_e4m3_without_spills(right, dtype, monkeypatch, capfd):
-    from coat_jax.plan import compile_for
-
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    a, b = (
-        jax.eval_shape(lambda x, spec=spec: quantize(x, spec), jax.ShapeDtypeStruct(shape, jnp.float32))
-        for shape, spec in (((8192, 4096), GROUPS), ((11008, 4096), right))
-    )
-    program = compile_for("h100", lambda a, b: scaled_product(a, b, dtype), a, b)
-    assert len(re.findall(r"custom_call_target=\S*mosaic_gpu", program.text)) == 1
-    assert " dot(" not in program.text
-    said = "".join(capfd.readouterr())
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in said
-    assert " 0 bytes spill stores, 0 bytes spill loads" in said
