@@ -153,7 +153,7 @@ class Launch:
 
         def block(k, total):
             slot = self.slot(step, k)
-            spread = factor(k)  # asked for before the wait, used after it
+            spread = factor(k)  # on its way while the tensor cores work; used behind them
             plgpu.barrier_wait(filled.at[slot])
 
             def contract(sums):
@@ -176,8 +176,8 @@ class Launch:
         def factor(k):
             down = backend.load(scales[0].at[k, pl.ds(row, ROWS)], plgpu.Layout.WGMMA.reduce(1))
             if self.blocked:
-                down = down * scales[1][jax.lax.div(column, DEPTH), k]
-                return lambda: spread(down, 0)
+                number = scales[1][jax.lax.div(column, DEPTH), k]
+                return lambda: spread(down * number, 0)
             across = backend.load(scales[1].at[k, pl.ds(column, TILE[1])], plgpu.Layout.WGMMA.reduce(0))
             return lambda: spread(down, 0) * spread(across, 1)
 
