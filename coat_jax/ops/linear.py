@@ -38,6 +38,21 @@ def turned(x: Operand, spec: QuantSpec, recipe: Recipe, dtype: Any) -> Quantized
     return product.quantize_transposed(values(x, dtype), spec, implementation=recipe.implementation)
 
 
+def apart(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """The operands of a product with scales that are this product's alone.
+
+    XLA makes one product of several small ones that share an operand, and no longer sees that they are FP8. A barrier around
+    the payloads would keep them apart too, and keep XLA from writing a payload and its transpose in one pass.
+    """
+    if not (isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray)):
+        return a, b
+    a_scale, b_scale = jax.lax.optimization_barrier((a.scale, b.scale))
+    return (
+        QuantizedArray(a.payload, a_scale, a.exponent, a.spec, a.dtype),
+        QuantizedArray(b.payload, b_scale, b.exponent, b.spec, b.dtype),
+    )
+
+
 def matrix_product(a: Operand, b: Operand, contract: tuple[int, int], recipe: Recipe, dtype: Any, out: Any) -> jax.Array:
     """Contracts axis contract[0] of matrix a with contract[1] of matrix b, giving dtype `out`.
 
@@ -47,9 +62,7 @@ def matrix_product(a: Operand, b: Operand, contract: tuple[int, int], recipe: Re
         b = b if contract[1] else product.transpose(b)
         return product.scaled_product(a, b, out, implementation=recipe.implementation)
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    # Together through a barrier: XLA would make one product of several small ones with a common operand, side by side, and no
-    # longer see that they are FP8.
-    a, b = (values(x, dtype) for x in jax.lax.optimization_barrier((a, b)))
+    a, b = (values(x, dtype) for x in apart(a, b))
     return jax.lax.dot_general(a, b, dims, precision=recipe.precision, preferred_element_type=out)
 
 
