@@ -55,6 +55,12 @@ class Instruction:
         return self._attribute(r'custom_call_target="([^"]+)"')
 
     @property
+    def estimated_flops(self) -> float:
+        """Operations of a Mosaic GPU kernel, as its launch says; 0 for others and where it does not say."""
+        found = self._attribute(r"flops\\22: (\d+)") if self.target.startswith("mosaic_gpu") else ""
+        return float(found or 0)
+
+    @property
     def index(self) -> int:
         """Which element a get-tuple-element takes, which argument a parameter is."""
         return int(self._attribute(r"(?:^|, )index=(\d+)") or 0)

@@ -154,6 +154,8 @@ def _products(module: hlo.Module) -> Iterator[Product]:
         for inside, maker in found:
             if maker.opcode == "dot" or maker.target.startswith(("__cublas$", "__onednn$matmul")):
                 yield Product(_dtype(inside, maker), maker.op_name, _matmul_flops(inside, maker), times)
+            elif maker.estimated_flops:
+                yield Product(_dtype(inside, maker), maker.op_name, maker.estimated_flops, times)
             elif maker.target.startswith("__cudnn$fmha"):
                 kind = "attention backward" if "Backward" in maker.target else "attention"
                 yield Product(kind, maker.op_name, _attention_flops(inside, maker), times)

@@ -54,7 +54,9 @@ def _dense(kind: str, device: Device) -> float:
 
 def _traffic(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> int:
     """Bytes that a kernel other than a product reads and writes; of an array that it slices or updates in place, the slice."""
-    if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or instruction.target.startswith("__cu"):
+    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+        return 0
+    if instruction.target.startswith("__cu") or instruction.estimated_flops:
         return 0
     operands = [computation.instructions[name] for name in instruction.operands]
     if instruction.opcode in ("dynamic-slice", "gather"):

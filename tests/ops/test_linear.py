@@ -65,10 +65,12 @@ def test_products_of_blocks_are_kernels_on_an_h100_and_none_is_bfloat16():
         y, pull = jax.vjp(functools.partial(dense, recipes.blocks()), x, w)
         return y, pull(g)
 
-    text = compile_for("h100", step, x, w, jax.ShapeDtypeStruct((1024, 768), jnp.bfloat16)).text
-    kernels = re.findall(r"custom-call\(.*mosaic_gpu.*op_name=\"[^\"]*?(\w+)/mpmd_map", text)
+    program = compile_for("h100", step, x, w, jax.ShapeDtypeStruct((1024, 768), jnp.bfloat16))
+    kernels = re.findall(r"custom-call\(.*mosaic_gpu.*op_name=\"[^\"]*?(\w+)/mpmd_map", program.text)
     assert sorted(kernels) == ["quantize"] * 2 + ["scaled_product"] * 3
-    assert not re.search(r" dot\(|cublas|gemm", text)
+    assert not re.search(r" dot\(|cublas|gemm", program.text)
+    assert [product.kind for product in program.products] == ["f8"] * 3
+    assert program.flops()["f8"] == 3 * 2 * 1024 * 512 * 768
 
 
 @pytest.mark.parametrize("name", ["coat", "lean"])
