@@ -68,11 +68,20 @@ class Split:
 
     Attributes:
       operands, results: for every array a label per axis; None for an axis that a device needs whole. Axes with one label are
-        cut alike; where one is k times as long as another, k of its elements stay together.
+        cut alike; where one is k times as long as another, k of its elements stay together. Along an axis whose label no
+        result has the function sums, and so do the devices that share it.
     """
 
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
+
+    @property
+    def summed(self) -> tuple[Hashable, ...]:
+        """Labels that no result has."""
+        kept = set(itertools.chain(*self.results))
+        return tuple(
+            dict.fromkeys(label for label in itertools.chain(*self.operands) if label not in kept and label is not None)
+        )
 
     def extents(self, shapes: Sequence[tuple[int, ...]]) -> dict[Hashable, int]:
         """How many pieces each label's axes have at most."""
@@ -112,6 +121,7 @@ class Split:
         return SdyShardingRule(
             tuple(arrays[:count]),
             tuple(arrays[count:]),
+            reduction_factors=tuple(names[label] for label in self.summed),
             need_replication_factors=tuple(whole),
             **compound,
         )
@@ -164,7 +174,9 @@ def partitioned(kernel: Function, plain: Function, split: Split) -> Function:
         axes = split.axes(mesh, operands, results)
 
         def here(*parts: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(kernel(*parts, places=places(axes, operands, parts)))
+            done = tuple(kernel(*parts, places=places(axes, operands, parts)))
+            over = tuple(itertools.chain(*(axes[label] for label in split.summed)))
+            return jax.lax.psum(done, over) if over else done
 
         return mesh, here, shardings(mesh, axes, split.results), shardings(mesh, axes, split.operands)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from coat_jax.quant.granularity import Groups, PerBlock, PerGroup
 from coat_jax.quant.implementation import Implementation, choose, refusal
 from coat_jax.quant.quantize import quantize
 from coat_jax.quant.spec import QuantSpec
+from pallas_kernels.partition import Split
 
 BLOCK = 128
 """Numbers along the contraction that share a scale: Hopper's tensor cores sum so many before float32 takes over."""
@@ -43,12 +45,13 @@ def quantize_transposed(x: jax.Array, spec: QuantSpec, *, implementation: Implem
     """
     tall = dataclasses.replace(spec, granularity=PerGroup(BLOCK, -2))
     quantized = choose(
-        lambda x, interpret: quantize(x, tall, implementation="interpret" if interpret else "pallas"),
+        lambda x, interpret, places=None: quantize(x, tall, implementation="interpret" if interpret else "pallas"),
         lambda x: quantize(x, tall, implementation="xla"),
         x,
         operation="quantize",
         implementation=implementation,
         refused=refusal(Groups.of(tall.granularity, x.shape)),
+        split=None if x.shape[0] % BLOCK else Split((("rows", "columns"),), (("rows", "columns"),) * 2),
     )
     return transpose(quantized)
 
@@ -106,7 +109,14 @@ def scaled_product(
         operation="scaled_product",
         implementation=implementation,
         refused=_refusal(a, b, dtype),
+        split=_split(a),
     )
+
+
+def _split(a: QuantizedArray) -> Split:
+    """Devices may share the rows of a, or the contraction and then add what each has; all have the rows of b."""
+    depth = None if a.shape[1] % BLOCK else "depth"
+    return Split((("rows", depth), (None, depth)) * 2, (("rows", None),))
 
 
 def _refusal(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> str | None:
@@ -120,7 +130,10 @@ def _refusal(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> str | Non
     return None
 
 
-def _kernel(a: jax.Array, b: jax.Array, sa: jax.Array, sb: jax.Array, *, dtype: np.dtype, interpret: bool) -> jax.Array:
+def _kernel(
+    a: jax.Array, b: jax.Array, sa: jax.Array, sb: jax.Array, *, dtype: np.dtype, interpret: bool, places: Any = None
+) -> jax.Array:
+    del places  # a part of a product is a product
     from pallas_kernels.scaled_product import scaled_product as kernel  # here, so that `import coat_jax` does not load Pallas
 
     return jax.custom_batching.sequential_vmap(functools.partial(kernel, dtype=dtype, interpret=interpret))(a, b, sa, sb)

@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_group_map import numbers_like, same_bytes
 
-from coat_jax import coat_adamw, codecs
+from coat_jax import coat_adamw, codecs, ops, recipes
 from coat_jax.optim import fused, state_specs
-from coat_jax.quant import rounding
+from coat_jax.quant import E4M3, PerBlock, PerGroup, QuantSpec, product, quantize, rounding
 from pallas_kernels import dispatch
 from pallas_kernels.partition import Split, partitioned, stretched
 
@@ -119,3 +119,43 @@ def test_compiled_for_four_h100s_a_step_is_kernels_without_exchanges(axes, spec)
     )
     assert "mosaic_gpu" in program.text and not program.collectives
     assert program.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, params))) / 4
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("b", "a")], ids=str)
+def test_devices_share_the_rows_or_the_contraction_of_a_product(spec, monkeypatch):
+    """What Hopper GPUs would run on their parts, in plain JAX. Sums of four parts differ by their roundings to float32."""
+    a = quantize(numbers_like((256, 512)), QuantSpec(E4M3, PerGroup(128)))
+    b = quantize(numbers_like((200, 512), 1), QuantSpec(E4M3, PerBlock((128, 128))))
+    want = product.scaled_product(a, b)
+    monkeypatch.setattr(dispatch, "_for_hopper", lambda module: True)
+    seen = []
+
+    def plain(*parts, dtype, interpret, places):
+        seen.append(parts[0].shape)
+        return product._plain(*parts, dtype=dtype)
+
+    monkeypatch.setattr(product, "_kernel", plain)
+    specs = tuple(jax.tree.map(lambda _, spec=spec: spec, x) for x, spec in ((a, spec), (b, P())))
+    got, text = run_on(mesh_of(a=4, b=2), specs, lambda a, b: product.scaled_product(a, b), a, b)  # traced anew
+    pieces = {P("a"): (4, 1), P(None, "a"): (1, 4), P("b", "a"): (2, 4)}[spec]
+    assert seen[-1] == (256 // pieces[0], 512 // pieces[1])
+    assert COLLECTIVE.findall(text) == ["all-reduce("] * (pieces[1] > 1)
+    np.testing.assert_allclose(got, want, atol=8 * 2.0**-24 * np.abs(want).max() * 128**0.5, rtol=0)
+
+
+@pytest.mark.plan
+def test_compiled_for_four_h100s_weights_travel_in_fp8_and_gradients_are_scattered():
+    from coat_jax.plan import compile_for
+
+    x, w = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 768), jnp.float32)
+
+    def step(x, w, g):
+        y, pull = jax.vjp(lambda x, w: ops.linear([x], [w], recipes.blocks())[0], x, w)
+        return y, pull(g)
+
+    g, cut = jax.ShapeDtypeStruct((2048, 768), jnp.bfloat16), P("fsdp")
+    program = compile_for("h100", step, x, w, g, gpus=4, in_shardings=(cut, cut, cut), out_shardings=(cut, (cut, cut)))
+    assert len(re.findall(r"custom_call_target=\S*mosaic_gpu", program.text)) == 5  # three products, two turned operands
+    gathered = {c.dtype for c in program.collectives if c.kind == "all-gather" and c.nbytes >= 512 * 768}
+    assert gathered == {"f8e4m3fn"}
+    assert [c.dtype for c in program.collectives if c.kind != "all-gather"] == ["f32"]
