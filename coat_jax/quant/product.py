@@ -14,7 +14,6 @@ from coat_jax.quant.granularity import Groups, PerBlock, PerGroup
 from coat_jax.quant.implementation import Implementation, choose, refusal
 from coat_jax.quant.quantize import quantize
 from coat_jax.quant.spec import QuantSpec
-from pallas_kernels.partition import Split
 
 BLOCK = 128
 """Numbers along the contraction that share a scale: Hopper's tensor cores sum so many before float32 takes over."""
@@ -51,7 +50,7 @@ def quantize_transposed(x: jax.Array, spec: QuantSpec, *, implementation: Implem
         operation="quantize",
         implementation=implementation,
         refused=refusal(Groups.of(tall.granularity, x.shape)),
-        split=None if x.shape[0] % BLOCK else Split((("rows", "columns"),), (("rows", "columns"),) * 2),
+        split=None if x.shape[0] % BLOCK else _split((("rows", "columns"),), (("rows", "columns"),) * 2),
     )
     return transpose(quantized)
 
@@ -99,6 +98,8 @@ def scaled_product(
             "of 128 x 128), without expansion"
         )
     dtype = a.dtype if dtype is None else np.dtype(dtype)
+    # Devices may share the rows of a, or the contraction and then add what each has; all have the rows of b.
+    depth = None if a.shape[1] % BLOCK else "depth"
     return choose(
         functools.partial(_kernel, dtype=dtype),
         functools.partial(_plain, dtype=dtype),
@@ -109,14 +110,14 @@ def scaled_product(
         operation="scaled_product",
         implementation=implementation,
         refused=_refusal(a, b, dtype),
-        split=_split(a),
+        split=_split((("rows", depth), (None, depth)) * 2, (("rows", None),)),
     )
 
 
-def _split(a: QuantizedArray) -> Split:
-    """Devices may share the rows of a, or the contraction and then add what each has; all have the rows of b."""
-    depth = None if a.shape[1] % BLOCK else "depth"
-    return Split((("rows", depth), (None, depth)) * 2, (("rows", None),))
+def _split(operands: tuple[Any, ...], results: tuple[Any, ...]) -> Any:
+    from pallas_kernels.partition import Split  # here, so that `import coat_jax` does not load it
+
+    return Split(operands, results)
 
 
 def _refusal(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> str | None:
