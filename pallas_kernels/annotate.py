@@ -4,6 +4,7 @@ The layout inference of Mosaic GPU searches where reductions and broadcasts leav
 and may find nothing. In a function of tiles there is no choice: values have one layout, numbers per group the reduced one.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,47 +20,81 @@ _CHOICES = (*_REDUCTIONS, "broadcast_in_dim", "iota")
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
-def annotated(fn: Callable[..., Any], layouts: Mapping[tuple[int, ...], Any]) -> Callable[..., Any]:
+def annotated(fn: Callable[..., Any], layouts: Mapping[tuple[int, ...], Any], *, again: bool = False) -> Callable[..., Any]:
     """fn, whose intermediate arrays of a shape in `layouts` have that layout.
 
     Args:
       fn: a function of arrays and trees of arrays.
       layouts: shape -> layout.
+      again: load and compute again behind a reduction to one number what is needed before and behind it, rather than hold it
+        in registers meanwhile.
+
+    Returns:
+      A function of functions without arguments that load fn's arguments.
     """
 
-    def call(*args: Any) -> Any:
-        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), layouts)
+    def call(*loads: Callable[[], Any]) -> Any:
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*(jax.eval_shape(load) for load in loads))
+        results = _Evaluation(closed.jaxpr, closed.consts, loads, layouts, again).results()
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return call
 
 
-def _evaluate(jaxpr: Any, consts: Any, args: Any, layouts: Mapping[tuple[int, ...], Any]) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+class _Evaluation:
+    """A jaxpr, evaluated in its order, or on demand between its reductions to one number."""
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex.core.Literal) else values[atom]
+    def __init__(self, jaxpr: Any, consts: Any, loads: Any, layouts: Mapping[tuple[int, ...], Any], again: bool):
+        self.jaxpr, self.layouts = jaxpr, layouts
+        self.values = dict(zip(jaxpr.constvars, consts, strict=True))
+        self.loads = dict(zip(jaxpr.invars, loads, strict=True))
+        self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.numbers = [v for v, eqn in self.makers.items() if eqn.primitive.name in _REDUCTIONS and not v.aval.shape]
+        self.again = again and bool(self.numbers)
 
-    def named(results: list[Any]) -> list[Any]:
-        return [plgpu.layout_cast(y, layouts[y.shape]) if y.shape in layouts else y for y in results]
+    def results(self) -> list[Any]:
+        for var in self.numbers if self.again else self.makers:
+            self.read(var)
+            if self.again:
+                self.values = {var: x for var, x in self.values.items() if var in self.jaxpr.constvars or x.ndim < 2}
+        return [self.read(atom) for atom in self.jaxpr.outvars]
 
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _CALLS:
+    def read(self, atom: Any) -> Any:
+        if isinstance(atom, jex.core.Literal):
+            return atom.val
+        if atom not in self.values and atom in self.loads:
+            self.values[atom] = self.loaded(self.loads[atom]())
+        elif atom not in self.values:
+            eqn = self.makers[atom]
+            self.values.update(zip(eqn.outvars, self.evaluate(eqn), strict=True))
+        return self.values[atom]
+
+    def loaded(self, value: Any) -> Any:
+        """A value from shared memory; the barrier keeps the compiler from holding on to what it loaded before."""
+        return jax.lax.optimization_barrier(value) if self.again and value.ndim == 2 else value
+
+    def evaluate(self, eqn: Any) -> list[Any]:
+        operands = [self.read(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        if name in _CALLS:
             inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
-            results = _evaluate(inner.jaxpr, inner.consts, operands, layouts)
-        elif eqn.primitive.name == "sqrt" and not backend.has_sqrt:
-            results = [jnp.where(operands[0] > 0, operands[0] * jax.lax.rsqrt(operands[0]), operands[0])]
-        elif eqn.primitive.name == "add_any":  # of a derivative; the backend has the plain sum only
-            results = [jax.lax.add(*operands)]
-        elif eqn.primitive.name in _REDUCTIONS and len(eqn.params["axes"]) > 1:  # the backend has one axis at a time
-            results = operands
+            loads = [functools.partial(lambda x: x, operand) for operand in operands]
+            return _Evaluation(inner.jaxpr, inner.consts, loads, self.layouts, again=False).results()
+        if name == "add_any":  # of a derivative; the backend has the plain sum only
+            return [jax.lax.add(*operands)]
+        if name == "sqrt" and not backend.has_sqrt:
+            return [jnp.where(operands[0] > 0, operands[0] * jax.lax.rsqrt(operands[0]), operands[0])]
+        if name in _REDUCTIONS and len(eqn.params["axes"]) > 1:  # the backend has one axis at a time
+            [x] = operands
             for done, axis in enumerate(sorted(eqn.params["axes"])):
-                results = named([eqn.primitive.bind(*results, **eqn.params | {"axes": (axis - done,)})])
-        else:
-            made = eqn.primitive.bind(*operands, **eqn.params)
-            results = made if eqn.primitive.multiple_results else [made]
-            results = named(results) if eqn.primitive.name in _CHOICES else results
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+                x = self.named(eqn.primitive.bind(x, **eqn.params | {"axes": (axis - done,)}))
+            return [x]
+        made = eqn.primitive.bind(*operands, **eqn.params)
+        results = made if eqn.primitive.multiple_results else [made]
+        if name == "load":
+            return [self.loaded(y) for y in results]
+        return [self.named(y) for y in results] if name in _CHOICES else list(results)
+
+    def named(self, value: Any) -> Any:
+        """A value in the layout of its shape."""
+        return plgpu.layout_cast(value, self.layouts[value.shape]) if value.shape in self.layouts else value

@@ -63,23 +63,28 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
 
 
-def _lanes_per_row(width: int) -> int:
-    """Lanes that share a row, four neighbours each: at most eight, so that a row's maximum is three shuffles."""
+def _row_in_lanes(width: int, rows: int = 0) -> tuple[int, int]:
+    """Lanes that share a row, and neighbours that each of them has: at most eight lanes of four, so that a row's maximum is
+    three shuffles, unless `rows` asks for more rows than that leaves to a warpgroup."""
     lanes = math.gcd(width, 32) // 4
     if not lanes:
         raise ValueError(f"group_map: groups of {width} elements; a kernel takes multiples of 4 (COAT: 16 and 128)")
-    return lanes
+    neighbours = 4
+    while rows % (4 * 32 // lanes) and lanes < 32 and width % (2 * lanes) == 0:
+        lanes *= 2
+        neighbours = math.gcd(width // lanes, 4)
+    return lanes, neighbours
 
 
 def rows_per_warpgroup(width: int) -> int:
     """Rows of a (rows, width) tile that four warps hold at a time."""
-    return 4 * 32 // _lanes_per_row(width)
+    return 4 * 32 // _row_in_lanes(width)[0]
 
 
-def rows_layout(width: int) -> Any:
-    """Registers of a (rows, width) tile in which a row lies in the lanes of one warp."""
-    lanes, rows = _lanes_per_row(width), rows_per_warpgroup(width)
-    tiling = plgpu.Tiling(((rows, 4 * lanes), (rows // 4, 4 * lanes), (4,)))
+def rows_layout(width: int, rows: int) -> Any:
+    """Registers of a (rows, width) tile in which a row lies in the lanes of one warp; rows of 8, 16, ..."""
+    lanes, neighbours = _row_in_lanes(width, rows)
+    tiling = plgpu.Tiling(((128 // lanes, neighbours * lanes), (32 // lanes, neighbours * lanes), (neighbours,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 

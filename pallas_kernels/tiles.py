@@ -1,7 +1,8 @@
 """How arrays of groups are cut into tiles: shapes, places, register layouts, and what the copy engine asks of them."""
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from pallas_kernels.backend import pl
 
 Shape = tuple[int, ...]
 
+PIECE = 256
+"""Groups that the copy engine takes in one piece."""
 COLUMNS = 128
 """Columns that the copy engine takes in one piece of one byte each."""
 
@@ -23,24 +26,31 @@ class Tiles:
     Attributes:
       axis: -1, arrays are (groups, width) and (groups,); or -2, arrays are (groups, size, columns) and (groups, columns).
       extent: groups (axis -1) or columns (axis -2) in one tile.
+      part: groups of the tile that the function sees at a time; all, or those of one row.
     """
 
     axis: int
     extent: int
+    part: int
 
     @classmethod
-    def of(cls, axis: int, operands: tuple[Any, ...], columns: int | None = None) -> "Tiles":
-        """The tile for a function of `operands`: `columns` of them where a group spans so many, else 8192 elements, 2048 where
-        they move more than 6 bytes each: a function of so many operands has as many values alive, and 2048 is what no function
-        here spills at."""
+    def of(cls, axis: int, operands: tuple[Any, ...], columns: int | None = None, row: int | None = None) -> "Tiles":
+        """The tile for a function of `operands`: `columns` of them where a group spans so many, whole rows where `row` groups
+        make one, else 8192 elements, 2048 where they move more than 6 bytes each: a function of so many operands has as many
+        values alive, and 2048 is what no function here spills at."""
         if columns is not None:
-            return cls(axis, columns)
+            return cls(axis, columns, columns)
         widths = [a.shape[-1] if axis == -1 else a.shape[-2] for a in operands if a.ndim == 1 - axis]
         elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 2048
+        if row is not None:
+            least = 8 // math.gcd(row, 8)  # rows whose groups the copy engine takes, 16 bytes of numbers per group or more
+            return cls(axis, row * max(1, 4096 // (row * max(widths) * least)) * least, row)
         if axis == -2:
-            return cls(axis, next((n for n in (256, 128, 64, 32) if n * max(widths) <= elements), 16))
-        least = max(backend.rows_per_warpgroup(width) for width in widths)
-        return cls(axis, min(256, max(least, elements // max(widths) // least * least)))
+            extent = next((n for n in (256, 128, 64, 32) if n * max(widths) <= elements), 16)
+        else:
+            least = max(backend.rows_per_warpgroup(width) for width in widths)
+            extent = min(PIECE, max(least, elements // max(widths) // least * least))
+        return cls(axis, extent, extent)
 
     def count(self, shape: Shape) -> int:
         """Number of tiles of an operand."""
@@ -54,10 +64,34 @@ class Tiles:
         """Shape of the array whose tiles are `tile`, with as many groups as `operand`: the inverse of `shape`."""
         return (operand[0], *tile[1:]) if self.axis == -1 else (operand[0], *tile[:-1], operand[-1])
 
-    def at(self, tile: jax.Array, ref: Any) -> Any:
-        """The part of a reference that tile number `tile` covers; beyond the end, loads give zeros and stores do nothing."""
-        if self.axis == -1:
-            return ref.at[pl.ds(tile * self.extent, self.extent)]
+    def seen(self, array: Shape) -> Shape:
+        """Shape of what the function sees of one tile of an array."""
+        return (self.part, *array[1:]) if self.axis == -1 else self.shape(array)
+
+    def pieces(self, tile: jax.Array, ref: Any, held: Any) -> Iterator[tuple[Any, Any]]:
+        """The parts of a reference that tile number `tile` covers, each with its part of the shared memory that holds the
+        tile; beyond the end, loads give zeros and stores do nothing."""
+        if self.axis == -2:
+            yield self.columns(tile, ref), held
+        elif self.copies == 1:
+            yield ref.at[pl.ds(tile * self.extent, self.extent)], held
+        else:
+            for start in range(0, self.extent, PIECE):
+                size = min(PIECE, self.extent - start)
+                yield ref.at[pl.ds(tile * self.extent + start, size)], held.at[pl.ds(start, size)]
+
+    @property
+    def copies(self) -> int:
+        """Pieces in which a tile is copied."""
+        return -(-self.extent // PIECE) if self.axis == -1 else 1
+
+    @property
+    def parts(self) -> int:
+        """Rows in a tile, or 1."""
+        return self.extent // self.part
+
+    def columns(self, tile: jax.Array, ref: Any) -> Any:
+        """The columns of a reference that tile number `tile` covers."""
         across = -(-ref.shape[-1] // self.extent)
         columns = pl.ds((tile % across) * self.extent, self.extent)
         return ref.at[tile // across, :, columns] if len(ref.shape) == 3 else ref.at[tile // across, columns]
@@ -78,8 +112,8 @@ class Tiles:
         """The register layout of every shape among the tiles of values `shapes`, and of the numbers per group of the first."""
         found: dict[Shape, Any] = {}
         for shape in shapes:
-            found[shape] = backend.columns_layout(self.extent) if self.axis == -2 else backend.rows_layout(shape[1])
-            found.setdefault((self.extent,), found[shape].reduce(self.axis % 2))
+            found[shape] = backend.columns_layout(self.extent) if self.axis == -2 else backend.rows_layout(shape[1], self.part)
+            found.setdefault((self.part,), found[shape].reduce(self.axis % 2))
         return found
 
     @staticmethod

@@ -38,9 +38,10 @@ class NormPrologue(nn.Module):
         if self.kind not in ("rms", "layer"):
             raise ValueError(f"norm={self.kind!r} is unknown; use 'rms' or 'layer'")
         if self.kind == "layer":
-            return Prologue(functools.partial(ops.normalize_layer, eps=self.epsilon), recipe.nonlinear_input)
+            return Prologue(ops.RowFunction(functools.partial(ops.normalize_layer, eps=self.epsilon)), recipe.nonlinear_input)
         scale = self.param("scale", nn.initializers.ones, (features,), self.param_dtype)
-        return Prologue(functools.partial(ops.normalize_rms, eps=self.epsilon), recipe.nonlinear_input, (scale,))
+        norm = ops.RowFunction(functools.partial(ops.normalize_rms, eps=self.epsilon))
+        return Prologue(norm, recipe.nonlinear_input, (scale,))
 
 
 class FP8SelfAttention(WithRecipe, nn.Module):

@@ -9,6 +9,7 @@ from coat_jax.ops.loss import cross_entropy
 from coat_jax.ops.norm import layer_norm, normalize_layer, normalize_rms, rms_norm
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
+from coat_jax.ops.rows import RowFunction
 from coat_jax.ops.stash import STASH, Stashable, remat_policy, stashed
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Elementwise",
     "Prologue",
     "Recipe",
+    "RowFunction",
     "Stashable",
     "add",
     "attention",

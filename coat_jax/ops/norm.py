@@ -7,18 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax.ops.recipe import Recipe
+from coat_jax.ops.rows import Mean, RowFunction, mean_of_row
 from coat_jax.ops.stash import nonlinear
 
 
 def _row(x: jax.Array, parameter: jax.Array) -> jax.Array:
-    """A parameter of the last axis of x, float32, with as many axes as x."""
-    return parameter.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    """A parameter of a row of x, float32, with as many axes as x."""
+    return parameter.astype(jnp.float32).reshape((1,) * (x.ndim - parameter.ndim) + parameter.shape)
 
 
-def normalize_rms(x: jax.Array, weight: jax.Array | None = None, *, eps: float, dtype: Any = None) -> jax.Array:
-    """y = x / sqrt(mean(x^2) + eps) * weight, plain."""
+def normalize_rms(
+    x: jax.Array, weight: jax.Array | None = None, *, eps: float, dtype: Any = None, mean: Mean = mean_of_row
+) -> jax.Array:
+    """y = x / sqrt(mean(x^2) + eps) * weight, plain; `mean` is that of the row that an element is in."""
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jax.lax.square(x32), -1, keepdims=True) + eps)
+    scale = jax.lax.rsqrt(mean(jax.lax.square(x32)) + eps)
     if weight is not None:
         scale = scale * _row(x, weight)
     return (x32 * scale).astype(x.dtype if dtype is None else dtype)
@@ -32,18 +35,19 @@ def normalize_layer(
     eps: float,
     dtype: Any = None,
     fast_variance: bool = False,
+    mean: Mean = mean_of_row,
 ) -> jax.Array:
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, plain."""
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, plain; `mean` is that of the row that an element is in."""
     x32 = x.astype(jnp.float32)
-    mean = jnp.mean(x32, -1, keepdims=True)
+    center = mean(x32)
     if fast_variance:
-        variance = jnp.maximum(0.0, jnp.mean(jax.lax.square(x32), -1, keepdims=True) - jax.lax.square(mean))
+        variance = jnp.maximum(0.0, mean(jax.lax.square(x32)) - jax.lax.square(center))
     else:
-        variance = jnp.mean(jax.lax.square(x32 - mean), -1, keepdims=True)
+        variance = mean(jax.lax.square(x32 - center))
     scale = jax.lax.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * _row(x, weight)
-    y = (x32 - mean) * scale
+    y = (x32 - center) * scale
     if bias is not None:
         y = y + _row(x, bias)
     return y.astype(x.dtype if dtype is None else dtype)
@@ -70,7 +74,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, recipe: Recipe, *, eps: flo
 
     Source: arXiv 1910.07467.
     """
-    return nonlinear(functools.partial(normalize_rms, eps=eps, dtype=dtype), [x], recipe, weight)
+    return nonlinear(RowFunction(functools.partial(normalize_rms, eps=eps, dtype=dtype)), [x], recipe, weight)
 
 
 def layer_norm(
@@ -99,4 +103,4 @@ def layer_norm(
     Source: arXiv 1607.06450.
     """
     formula = functools.partial(normalize_layer, eps=eps, dtype=dtype, fast_variance=fast_variance)
-    return nonlinear(formula, [x], recipe, weight, bias)
+    return nonlinear(RowFunction(formula), [x], recipe, weight, bias)

@@ -103,14 +103,17 @@ def group_map(
     *,
     name: str,
     scalars: Sequence[jax.Array] = (),
+    shared: Sequence[jax.Array] = (),
     aliases: Mapping[int, int] | None = None,
+    row: int | None = None,
+    sums: int = 0,
     numbered: bool = False,
     interpret: bool = False,
 ) -> list[tuple[jax.Array, ...]]:
     """`pallas_kernels.group_map` for arrays laid out by `groups`, one per leaf, all with groups along one axis or in blocks.
 
     fn takes the keyword `axes` besides tiles: the axes of a tile along which a group lies. `numbers` count the elements of the
-    array. Operands of blocks are arrays, not statistics.
+    array. Operands of blocks are arrays, not statistics; partial sums stay as they are.
     """
     if groups[0].axes == (-3, -1):
         return _block_map(fn, leaves, groups, name=name, interpret=interpret)
@@ -130,8 +133,19 @@ def group_map(
         return y.reshape(split if y.ndim == 1 - axis else split[: len(split) + axis] + split[len(split) + axis + 1 :])
 
     viewed = [tuple(view(x, laid) for x in leaf) for leaf, laid in zip(leaves, groups, strict=True)]
-    done = kernel(call, viewed, name=name, axis=axis, scalars=scalars, aliases=aliases, numbered=numbered, interpret=interpret)
-    return [tuple(unview(y, laid) for y in leaf) for leaf, laid in zip(done, groups, strict=True)]
+    options: dict[str, Any] = {
+        "name": name,
+        "axis": axis,
+        "scalars": scalars,
+        "aliases": aliases,
+        "numbered": numbered,
+        "interpret": interpret,
+    }
+    done = kernel(call, viewed, shared=shared, row=row, sums=sums, **options)
+    return [
+        tuple(unview(y, laid) for y in leaf[: len(leaf) - sums]) + leaf[len(leaf) - sums :]
+        for leaf, laid in zip(done, groups, strict=True)
+    ]
 
 
 def _block_map(fn: Callable[..., Any], leaves: Any, groups: Sequence[Groups], *, name: str, interpret: bool) -> Any:
