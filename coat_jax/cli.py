@@ -144,13 +144,17 @@ def bench(
     *,
     only: Annotated[str, typer.Option(help="Kernels whose names hold this.")] = "",
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the rows to a file.")] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the GPU's measured ceilings, for plan --device FILE.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds after which no row is begun.")] = 420.0,
 ) -> None:
-    """Compile the kernels for an H100, here, and show what they move and what the compiler made of them."""
+    """Check and time every kernel on a Hopper GPU; without one, show what the compiler makes of them for an H100."""
+    from coat_jax.bench import run as command
     from coat_jax.plan import PlanError
-    from coat_jax.plan import static as command
 
     try:
-        command.run(only=only, json=json, command=_typed())
+        command.run(only, command.Output(json, calibrate, _typed()), budget)
     except PlanError as error:
         print(f"coat-jax: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

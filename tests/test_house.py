@@ -41,7 +41,7 @@ FLOORS = (
     ("coat_jax.ops", "coat_jax.optim"),
     ("coat_jax.recipes", "coat_jax.linen", "coat_jax.nnx", "coat_jax.parallel"),
     ("coat_jax.models",),
-    ("coat_jax.train", "coat_jax.plan", "coat_jax.export"),
+    ("coat_jax.train", "coat_jax.plan", "coat_jax.bench", "coat_jax.export"),
     ("coat_jax.cli", "coat_jax.__main__"),
 )
 APART = ({"coat_jax.ops", "coat_jax.optim"},)

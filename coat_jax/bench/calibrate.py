@@ -1,0 +1,42 @@
+"""A description of the device at hand with measured ceilings, for `coat-jax plan --device FILE`, and the model's error."""
+
+import dataclasses
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from coat_jax.bench.ceilings import Ceilings
+from coat_jax.bench.row import Row
+from coat_jax.plan import devices
+from coat_jax.plan.devices import Device
+from coat_jax.train.provenance import compact
+
+
+def described(kind: str) -> Device:
+    """The known device that is most like one of this kind: "h200" for an H200, else "h100"."""
+    return devices.named("h200" if "H200" in kind else "h100")
+
+
+def calibrated(base: Device, kind: str, ceilings: Ceilings) -> Device:
+    """The base with measured ceilings; what was not measured (memory, links, clock) stays."""
+    measured = f"memory and products measured with jax {jax.__version__} on {datetime.date.today()}"
+    return dataclasses.replace(
+        base,
+        name=kind,
+        memory_bytes_per_second=ceilings.memory,
+        bf16_flops=ceilings.bf16,
+        f8_flops=ceilings.f8,
+        source=f"{measured}; the rest as of {base.name}",
+    )
+
+
+def write(file: str, device: Device) -> None:
+    """Writes a description that `coat_jax.plan.devices.named` reads."""
+    Path(file).write_text(compact(dataclasses.asdict(device)), encoding="utf-8")
+
+
+def errors(rows: Sequence[Row]) -> dict[str, float]:
+    """For each row with a modelled time, how far it is from the measured one, as a part of that: -0.2 is a fifth too short."""
+    return {row.name: row.modelled / row.seconds - 1 for row in rows if row.modelled is not None and row.seconds}

@@ -1,0 +1,128 @@
+"""`coat-jax bench`, and `python -m pallas_kernels.bench` where nothing but JAX, Flax and Optax is installed."""
+
+import dataclasses
+import functools
+import json as json_text
+import secrets
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from coat_jax.bench import calibrate, ceilings, subjects
+from coat_jax.bench.row import Clock, Row, shown
+from coat_jax.bench.subjects import Setting
+from coat_jax.plan import static, topology
+from coat_jax.plan.bench import LLAMA_7B, Case, cases
+from coat_jax.train.provenance import compact, provenance
+
+BUDGET = 420.0
+"""Seconds after which no row is begun, so that all ends within eight minutes."""
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12")
+RECORDED = Path(__file__).parents[2] / "results" / "kernels_static.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where results go.
+
+    Attributes:
+      json: file for the rows, or None.
+      calibrate: file for the device's description, or None.
+      command: what was typed, for the record.
+    """
+
+    json: str | None = None
+    calibrate: str | None = None
+    command: str = ""
+
+
+def hopper() -> jax.Device | None:
+    """The Hopper GPU of this machine, if it has one and JAX uses it."""
+    device = jax.devices()[0]
+    return device if device.platform == "gpu" and str(device.compute_capability) == "9.0" else None
+
+
+def run(only: str = "", output: Output | None = None, budget: float = BUDGET) -> list[Any]:
+    """Checks and times everything on this machine's Hopper GPU; without one, prints the static table and says so.
+
+    Args:
+      only: kernels whose names hold this, and no layer or step.
+      output: where results go.
+      budget: seconds after which no row is begun.
+
+    Returns:
+      `Row`s, or `static.Row`s without a GPU.
+
+    Raises:
+      ValueError: nothing to calibrate without a Hopper GPU.
+    """
+    output = output or Output()
+    device = hopper()
+    if device is not None:
+        setting = Setting(LLAMA_7B, "pallas", secrets.randbits(31))
+        return measured(device, setting, only=only, output=output, budget=budget)
+    found = jax.devices()[0].device_kind
+    if output.calibrate:
+        raise ValueError(f"bench: --calibrate measures a Hopper GPU, and JAX found {found} here; nothing was written")
+    print(f"No Hopper GPU here (JAX found {found}): nothing is measured. This is the static table of the kernels.")
+    return _static(only, output)
+
+
+def _static(only: str, output: Output) -> list[static.Row]:
+    if message := topology.missing():
+        if not RECORDED.exists():
+            raise ValueError(f"bench: {message}; without it there is no table to show")
+        recorded = json_text.loads(RECORDED.read_text(encoding="utf-8"))
+        print(f"Not compiled here ({message}): recorded on {recorded['date']} with jax {recorded['versions']['jax']}.")
+        rows = [static.Row(**row) for row in recorded["rows"] if only in row["name"]]
+        print(f"{recorded['note']}\n\n{static.shown(rows)}")
+        return rows
+    return static.run(only=only, json=output.json, command=output.command)
+
+
+def measured(
+    device: jax.Device,
+    setting: Setting,
+    *,
+    only: str = "",
+    output: Output,
+    budget: float = BUDGET,
+    chosen: tuple[Case, ...] | None = None,
+) -> list[Row]:
+    """All rows on a device: ceilings, layer and step, then kernels. One that fails says so and the others still run.
+
+    Args:
+      device: where everything runs.
+      setting: sizes, implementation of the kernels and seed.
+      only, output, budget: as in `run`.
+      chosen: the kernels; None is all of them.
+
+    Raises:
+      ArithmeticError: after all rows are written, if a kernel's results are wrong.
+    """
+    clock = Clock(budget, lambda line: print(line, flush=True))
+    kernels = [case for case in (cases(setting.sizes) if chosen is None else chosen) if only in case.name]
+    with jax.default_device(device):
+        base = calibrate.described(device.device_kind)
+        most, rows = ceilings.measure(setting.sizes, base, **setting.timing)
+        here = calibrate.calibrated(base, device.device_kind, most)
+        if not only:
+            rows += clock.rows("layer, forward and backward", lambda: subjects.layer_rows(setting, here))
+            rows += clock.rows("step of a layer", lambda: subjects.step_rows(setting, here))
+        for case in kernels:
+            rows += clock.rows(case.name, functools.partial(subjects.kernel_rows, case, setting, most))
+    errors = calibrate.errors(rows)
+    print(f"\n{device.device_kind}, {clock.elapsed:.0f} s, medians of {setting.repeats}:\n\n{shown(rows)}")
+    for name, error in errors.items():
+        print(f"step-time model, {name}: {error:+.0%} of what was measured")
+    if output.calibrate:
+        calibrate.write(output.calibrate, here)
+    if output.json:
+        about = {"device": device.device_kind, "capability": str(getattr(device, "compute_capability", ""))}
+        about |= {"seconds": round(clock.elapsed, 1), **dataclasses.asdict(setting), "model_errors": errors}
+        record = {**provenance(output.command, PACKAGES), **about, "rows": [dataclasses.asdict(row) for row in rows]}
+        Path(output.json).write_text(compact(record), encoding="utf-8")
+    if wrong := [row.name for row in rows if row.check.startswith("WRONG")]:
+        raise ArithmeticError(f"bench: results are wrong of {', '.join(wrong)}")
+    return rows

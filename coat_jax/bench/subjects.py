@@ -1,0 +1,164 @@
+"""What the bench times: the kernels of `coat_jax.plan.bench`, the Llama layer forward and backward, and the optimizer step."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from coat_jax import coat_adamw, recipes
+from coat_jax.bench.ceilings import Ceilings
+from coat_jax.bench.check import compare
+from coat_jax.bench.row import Row
+from coat_jax.linen import FP8TransformerBlock
+from coat_jax.plan import roofline
+from coat_jax.plan.bench import Case, Sizes, numbers
+from coat_jax.plan.devices import Device
+from coat_jax.plan.program import Program
+from pallas_kernels.bench import Contender, by_turns, median
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a bench runs.
+
+    Attributes:
+      sizes: of everything.
+      implementation: of the kernels: "pallas", or "interpret" where a test has no GPU.
+      seed: of the random operands, another one in each run.
+      repeats: samples of each contender.
+      span: seconds of a sample.
+      recipes: of the layers.
+    """
+
+    sizes: Sizes
+    implementation: str
+    seed: int
+    repeats: int = 9
+    span: float = 0.02
+    recipes: tuple[str, ...] = recipes.NAMES
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """Keywords of `by_turns`."""
+        return {"repeats": self.repeats, "span": self.span}
+
+    def operands(self, inputs: Callable[[jax.Array], Any], name: str) -> Any:
+        """Random operands of a row, ready on the device."""
+        key = jax.random.fold_in(jax.random.key(self.seed), sum(name.encode()))
+        return jax.block_until_ready(jax.jit(inputs)(key))
+
+
+def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
+    """A kernel checked against plain XLA on fresh operands and poisoned buffers, then timed; in turns with XLA if it streams.
+
+    The kernel runs before the reference, so that no buffer can hold the reference's results.
+    """
+    args = setting.operands(case.inputs, case.name)
+    kernel = Contender(case.make(setting.implementation), args, case.donated)
+    got = kernel.poisoned(args)
+    plain = Contender(case.make("xla"), args, case.donated)
+    agreement = compare(*(case.stands_for(results) for results in (got, plain.results(plain.call(plain.start(args))))))
+    del got
+    if agreement.wrong:
+        return [Row(case.name, check=str(agreement), error="not timed: its results are wrong")]
+    contenders = {"kernel": (kernel, args)} | ({} if case.flops else {"plain": (plain, args)})
+    samples = by_turns(contenders, **setting.timing)
+    seconds = median(samples["kernel"])
+    reached = (case.flops or case.elements * case.least) / seconds
+    check = str(agreement) + ("" if kernel.covered else "; a result went through a buffer of XLA's")
+    return [
+        Row.timed(
+            case.name,
+            samples["kernel"],
+            reached=reached,
+            share=reached / (ceilings.f8 if case.flops else ceilings.memory),
+            plain=None if case.flops else median(samples["plain"]),
+            check=check,
+        )
+    ]
+
+
+def _modelled(contender: Contender, device: Device | None) -> float | None:
+    """Seconds of the contender's program by the step-time model."""
+    return None if device is None else roofline.seconds(Program.of(contender.compiled), device).total
+
+
+def layer_rows(setting: Setting, device: Device | None) -> list[Row]:
+    """One Llama layer forward and backward by each recipe, in turns."""
+    sizes = setting.sizes
+    heads = max(1, sizes.hidden // 128)
+    x_shape = (max(1, sizes.tokens // 2048), min(2048, sizes.tokens), sizes.hidden)
+
+    def block(name: str) -> FP8TransformerBlock:
+        return FP8TransformerBlock(heads, heads, sizes.intermediate, param_dtype=jnp.bfloat16, recipe=recipes.named(name))
+
+    def inputs(key: jax.Array) -> Any:
+        first, second, third = jax.random.split(key, 3)
+        x, dy = jax.random.normal(first, x_shape, jnp.bfloat16), jax.random.normal(second, x_shape, jnp.bfloat16)
+        return block("bf16").init(third, x), x, dy
+
+    def step(name: str) -> Callable[..., Any]:
+        def both(params: Any, x: jax.Array, dy: jax.Array) -> Any:
+            y, pull = jax.vjp(block(name).apply, params, x)
+            return y, pull(dy)
+
+        return both
+
+    args = setting.operands(inputs, "layer")
+    contenders = {name: Contender(step(name), args) for name in setting.recipes}
+    samples = by_turns({name: (contender, args) for name, contender in contenders.items()}, **setting.timing)
+    return [
+        Row.timed(f"layer, forward and backward, {name}", samples[name], modelled=_modelled(contender, device))
+        for name, contender in contenders.items()
+    ]
+
+
+def step_rows(setting: Setting, device: Device | None) -> list[Row]:
+    """One step of AdamW on the weights of a layer: Optax's, COAT by XLA, and COAT by its kernel, in turns."""
+    hidden, intermediate = setting.sizes.hidden, setting.sizes.intermediate
+    shapes = {"qkvo": (4, hidden, hidden), "gate_up": (2, hidden, intermediate), "down": (intermediate, hidden)}
+
+    def leaves(key: jax.Array) -> Any:
+        return {name: numbers(jax.random.fold_in(key, i), *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+    def of_optax(dtype: Any) -> Any:
+        optimizer = optax.adamw(1e-3)
+
+        def step(grads: Any, state: Any, params: Any) -> Any:
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        def inputs(key: jax.Array) -> Any:
+            grads, params = (jax.tree.map(lambda x: x.astype(dtype), leaves(k)) for k in jax.random.split(key))
+            return grads, optimizer.init(params), params
+
+        return step, inputs
+
+    def of_coat(implementation: str, master: str | None) -> Any:
+        optimizer = coat_adamw(1e-3, master=master, implementation=implementation, min_size=1)
+
+        def inputs(key: jax.Array) -> Any:
+            grads, params = map(leaves, jax.random.split(key))
+            return grads, optimizer.init(params), params
+
+        return optimizer.update_and_apply, inputs
+
+    made = {
+        "optax.adamw, float32": of_optax(jnp.float32),
+        "optax.adamw, bf16 with its moments": of_optax(jnp.bfloat16),
+        "coat_adamw, bf16, XLA": of_coat("xla", None),
+        "coat_adamw, bf16, kernel": of_coat(setting.implementation, None),
+        "coat_adamw, bf16+8, kernel": of_coat(setting.implementation, "bf16+8"),
+    }
+    contenders = {}
+    for name, (step, inputs) in made.items():
+        args = setting.operands(inputs, "step")
+        contenders[name] = (Contender(step, args, (1, 2)), args)
+    samples = by_turns(contenders, **setting.timing)
+    return [
+        Row.timed(f"step of a layer, {name}", samples[name], modelled=_modelled(contender, device))
+        for name, (contender, _) in contenders.items()
+    ]
