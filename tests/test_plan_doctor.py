@@ -1,11 +1,13 @@
 """`coat-jax doctor` says what is missing and what to install, and its status says whether training would run."""
 
+import dataclasses
 import json
 
 import pytest
 
 from coat_jax import cli
 from coat_jax.plan import doctor, topology
+from coat_jax.plan.bench import cases
 from coat_jax.plan.doctor import Verdict
 
 
@@ -59,8 +61,24 @@ def test_an_fp8_product_that_is_wrong_would_stop_training(monkeypatch, capsys):
     assert "fail" in capsys.readouterr().out
 
 
+def test_on_a_hopper_gpu_kernels_run_and_a_wrong_one_is_named(monkeypatch):
+    """Plain JAX stands in for the kernels."""
+    whole = cases(doctor.SMALL)[0]
+    right = dataclasses.replace(whole, make=lambda implementation: whole.make("xla"))
+    wrong = dataclasses.replace(whole, name="wrong", make=lambda i: lambda x: whole.make("xla")(x if i == "xla" else 2 * x))
+    monkeypatch.setattr(topology, "missing", lambda: None)
+    monkeypatch.setattr(doctor, "hopper", lambda: True)
+    monkeypatch.setattr(doctor, "_fp8_product", lambda: "")
+    monkeypatch.setattr(doctor, "cases", lambda sizes: (right, wrong))
+    findings = {f.name: f for f in doctor.run()}
+    assert "runs; results are those of plain XLA: equal" in findings[f"kernel: {whole.name}"].seen
+    assert findings["kernel: wrong"].verdict is Verdict.NOTE and "not those of plain XLA" in findings["kernel: wrong"].seen
+
+
 @pytest.mark.plan
-def test_products_and_kernels_compile_for_an_h100():
+def test_products_and_kernels_compile_for_an_h100(monkeypatch):
+    monkeypatch.setattr(doctor, "cases", lambda sizes: cases(sizes)[:2])
     findings = {f.name: f for f in doctor.run()}
     assert findings["FP8 product, compiled for an H100"].verdict is Verdict.OK
-    assert "mosaic_gpu" in findings["kernels, compiled for an H100"].seen
+    kernels = [finding for name, finding in findings.items() if name.startswith("kernel: ")]
+    assert len(kernels) == 2 and all(k.verdict is Verdict.OK and "compiled for an H100: " in k.seen for k in kernels)

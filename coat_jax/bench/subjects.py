@@ -10,7 +10,7 @@ import optax
 
 from coat_jax import coat_adamw, recipes
 from coat_jax.bench.ceilings import Ceilings
-from coat_jax.bench.check import compare
+from coat_jax.bench.check import Agreement, compare
 from coat_jax.bench.row import Row
 from coat_jax.linen import FP8TransformerBlock
 from coat_jax.plan import roofline
@@ -51,8 +51,8 @@ class Setting:
         return jax.block_until_ready(jax.jit(inputs)(key))
 
 
-def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
-    """A kernel checked against plain XLA on fresh operands and poisoned buffers, then timed; in turns with XLA if it streams.
+def checked(case: Case, setting: Setting) -> tuple[Any, Contender, Contender, Agreement]:
+    """Fresh operands, the kernel, plain XLA, and how they agree where the kernel writes over poisoned buffers.
 
     The kernel runs before the reference, so that no buffer can hold the reference's results.
     """
@@ -61,7 +61,12 @@ def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
     got = kernel.poisoned(args)
     plain = Contender(case.make("xla"), args, case.donated)
     agreement = compare(*(case.stands_for(results) for results in (got, plain.results(plain.call(plain.start(args))))))
-    del got
+    return args, kernel, plain, agreement
+
+
+def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
+    """A kernel checked against plain XLA, then timed; in turns with XLA if it streams."""
+    args, kernel, plain, agreement = checked(case, setting)
     if agreement.wrong:
         return [Row(case.name, check=str(agreement), error="not timed: its results are wrong")]
     contenders = {"kernel": (kernel, args)} | ({} if case.flops else {"plain": (plain, args)})

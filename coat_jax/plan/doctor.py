@@ -2,10 +2,12 @@
 
 import dataclasses
 import enum
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import platform
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 
@@ -14,9 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from coat_jax.plan import topology
+from coat_jax.bench.run import hopper
+from coat_jax.bench.subjects import Setting, checked
+from coat_jax.plan import static, topology
+from coat_jax.plan.bench import Case, Sizes, cases
 from coat_jax.plan.compile import compile_for
 from coat_jax.train.provenance import provenance
+
+SMALL = Sizes(tokens=512, hidden=512, intermediate=1024)
+"""What kernels are tried at."""
 
 
 class Verdict(enum.StrEnum):
@@ -52,7 +60,7 @@ def run(*, as_json: bool = False, compile_kernels: bool = True) -> list[Finding]
 
     Args:
       as_json: print JSON instead.
-      compile_kernels: where there is no GPU, compile FP8 products and kernels for an H100, half a minute.
+      compile_kernels: run every kernel on this machine's Hopper GPU, or compile it for an H100: a minute.
 
     Returns:
       The findings; the main job would not run where one of them is `Verdict.FAIL`.
@@ -82,7 +90,9 @@ def _checks(compile_kernels: bool) -> Iterator[Finding]:
     yield _cudnn()
     if compile_kernels and topology.missing() is None:
         yield _attempt("FP8 product, compiled for an H100", _fp8_product, Verdict.NOTE, "pip install 'coat-jax[plan]'")
-        yield _attempt("kernels, compiled for an H100", _kernels, Verdict.NOTE, "jax 0.12; without kernels XLA does the same")
+        for case in cases(SMALL):
+            work = functools.partial(_runs if hopper() else _compiles, case)
+            yield _attempt(f"kernel: {case.name}", work, Verdict.NOTE, "jax 0.12; implementation='xla' does the same")
 
 
 def _python() -> Finding:
@@ -189,10 +199,13 @@ def _fp8_product() -> str:
     return f"{program.count('f8')} cuBLASLt FP8 product"
 
 
-def _kernels() -> str:
-    from coat_jax import E4M3, PerGroup, QuantSpec, quantize
+def _compiles(case: Case) -> str:
+    row = static.compiled(case)
+    return f"compiled for an H100: {row.registers} registers, {row.spills} bytes spilled"
 
-    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
-    program = compile_for("h100", lambda x: quantize(x, QuantSpec(E4M3, PerGroup(128)), implementation="pallas").payload, x)
-    names = sorted({i.target for c in program.module.computations.values() for i in c.instructions.values()} - {""})
-    return f"quantize as {', '.join(names)}"
+
+def _runs(case: Case) -> str:
+    *_, agreement = checked(case, Setting(SMALL, "pallas", seed=secrets.randbits(31)))
+    if agreement.wrong:
+        raise ArithmeticError(f"its results are not those of plain XLA: {agreement}")
+    return f"runs; results are those of plain XLA: {agreement}"
