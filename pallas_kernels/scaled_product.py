@@ -24,8 +24,8 @@ ROWS = 64
 """Rows of a tile that one warpgroup multiplies: what one tensor core instruction takes."""
 CONSUMERS = 2
 """Warpgroups that multiply."""
-TILE = (CONSUMERS * ROWS, 128)
-"""Rows and columns of a tile: 64 sums and 64 partial sums in the registers of each thread."""
+COLUMNS = (128, 64)
+"""Columns that a tile may have, widest first: with 128 a thread holds 64 sums and 64 partial sums in registers."""
 BAND = 8
 """Tiles of rows that the programs walk along together, so that the L2 cache holds what they read."""
 REGISTERS = (40, 232)
@@ -42,6 +42,7 @@ class Launch:
       formats: dtypes of the left and the right operand.
       dtype: of the result.
       interpret: whether to run on the CPU.
+      columns: of a tile.
     """
 
     shape: tuple[int, int, int]
@@ -49,11 +50,23 @@ class Launch:
     formats: tuple[Any, Any]
     dtype: Any
     interpret: bool
+    columns: int
+
+    @classmethod
+    def of(cls, *description: Any) -> "Launch":
+        """The launch with the widest tiles of which every multiprocessor gets one, or the narrowest."""
+        launches = [cls(*description, columns=columns) for columns in COLUMNS]
+        return next((launch for launch in launches if math.prod(launch.tiles) >= backend.SMS), launches[-1])
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return CONSUMERS * ROWS, self.columns
 
     @property
     def tiles(self) -> tuple[int, int]:
         """Tiles along rows and columns."""
-        return -(-self.shape[0] // TILE[0]), -(-self.shape[1] // TILE[1])
+        return -(-self.shape[0] // self.tile[0]), -(-self.shape[1] // self.columns)
 
     @property
     def blocks(self) -> int:
@@ -68,24 +81,27 @@ class Launch:
     @property
     def result(self) -> int:
         """Bytes of a tile of the result."""
-        return math.prod(TILE) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.tile) * jnp.dtype(self.dtype).itemsize
 
     @property
     def stages(self) -> int:
         """Blocks in flight: what shared memory holds beside a tile of the result."""
-        return min(6, (backend.SHARED_MEMORY - self.result - 1024) // (sum(TILE) * DEPTH))
+        return min(6, (backend.SHARED_MEMORY - self.result - 1024) // (sum(self.tile) * DEPTH))
 
     @property
     def moved(self) -> int:
         """Bytes of all copies, most of them from the L2 cache: two tiles of operands for every block of every tile."""
-        scales = 4 * TILE[0] + (4 if self.blocked else 4 * TILE[1])
-        return math.prod(self.tiles) * (self.blocks * (sum(TILE) * DEPTH + scales) + self.result)
+        scales = 4 * self.tile[0] + (4 if self.blocked else 4 * self.columns)
+        return math.prod(self.tiles) * (self.blocks * (sum(self.tile) * DEPTH + scales) + self.result)
 
     def scratch(self) -> list[Any]:
         """Shared memory of the stages and of a tile of the result; for each stage a barrier for "filled" and one for "free"."""
         return [
-            [backend.swizzled((self.stages, extent, DEPTH), dtype) for extent, dtype in zip(TILE, self.formats, strict=True)],
-            backend.swizzled(TILE, self.dtype),
+            [
+                backend.swizzled((self.stages, extent, DEPTH), dtype)
+                for extent, dtype in zip(self.tile, self.formats, strict=True)
+            ],
+            backend.swizzled(self.tile, self.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
         ]
@@ -97,7 +113,7 @@ class Launch:
         band, within = jax.lax.div(tile, BAND * across), jax.lax.rem(tile, BAND * across)
         height = jnp.minimum(down - band * BAND, BAND)
         row, column = band * BAND + jax.lax.rem(within, height), jax.lax.div(within, height)
-        return row * TILE[0], column * TILE[1]
+        return row * self.tile[0], column * self.columns
 
     def body(self, *refs: Any) -> None:
         """The kernel: refs are operands, scales, the result, then the scratch."""
@@ -126,7 +142,7 @@ class Launch:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has left this room
                 out.at[rows][...] = total.astype(self.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out.at[rows], result.at[pl.ds(row + first, ROWS), pl.ds(column, TILE[1])])
+                plgpu.copy_smem_to_gmem(out.at[rows], result.at[pl.ds(row + first, ROWS), pl.ds(column, self.columns)])
 
             jax.lax.fori_loop(0, tiles, tile, None)
             plgpu.wait_smem_to_gmem(0)
@@ -141,7 +157,7 @@ class Launch:
         def block(k, _):
             slot = self.slot(step, k)
             plgpu.barrier_wait(free.at[slot])
-            for operand, stage, start, extent in zip(operands, stages, self.place(step), TILE, strict=True):
+            for operand, stage, start, extent in zip(operands, stages, self.place(step), self.tile, strict=True):
                 source = operand.at[pl.ds(start, extent), pl.ds(k * DEPTH, DEPTH)]
                 plgpu.copy_gmem_to_smem(source, stage.at[slot], filled.at[slot])
 
@@ -149,7 +165,7 @@ class Launch:
 
     def multiply(self, step: jax.Array, stages: Sequence[Any], factor: Callable[..., Any], filled: Any, free: Any) -> jax.Array:
         """The sum over all blocks of this warpgroup's rows of a tile."""
-        shape = (ROWS, TILE[1])
+        shape = (ROWS, self.columns)
 
         def block(k, total):
             slot = self.slot(step, k)
@@ -171,14 +187,14 @@ class Launch:
         """k -> a function that gives the factors of block k: the rows and columns from (row, column), spread over a tile."""
 
         def spread(x, axis):
-            return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (ROWS, TILE[1]), (axis,)), plgpu.Layout.WGMMA)
+            return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (ROWS, self.columns), (axis,)), plgpu.Layout.WGMMA)
 
         def factor(k):
             down = backend.load(scales[0].at[k, pl.ds(row, ROWS)], plgpu.Layout.WGMMA.reduce(1))
             if self.blocked:
                 number = scales[1][jax.lax.div(column, DEPTH), k]
                 return lambda: spread(down * number, 0)
-            across = backend.load(scales[1].at[k, pl.ds(column, TILE[1])], plgpu.Layout.WGMMA.reduce(0))
+            across = backend.load(scales[1].at[k, pl.ds(column, self.columns)], plgpu.Layout.WGMMA.reduce(0))
             return lambda: spread(down, 0) * spread(across, 1)
 
         return factor
@@ -209,10 +225,10 @@ def scaled_product(
         raise ValueError(f"scaled_product: {a.dtype} times {b.dtype} needs jax 0.11; this is {jax.__version__}")
     m, n = a.shape[0], b.shape[0]
     blocked = b_scale.shape[0] != n
-    a, b = _padded(a, 8, DEPTH), _padded(b, TILE[1], DEPTH)
-    b_scale = b_scale if blocked else _padded(b_scale, TILE[1], 1).T
+    a, b = _padded(a, 8, DEPTH), _padded(b, COLUMNS[0], DEPTH)
+    b_scale = b_scale if blocked else _padded(b_scale, COLUMNS[0], 1).T
     shape = (a.shape[0], b.shape[0], a.shape[1])
-    launch = Launch(shape, blocked, (a.dtype, b.dtype), jnp.dtype(dtype), interpret)
+    launch = Launch.of(shape, blocked, (a.dtype, b.dtype), jnp.dtype(dtype), interpret)
     call = backend.launch(
         launch.body,
         [jax.ShapeDtypeStruct(shape[:2], dtype)],
@@ -224,7 +240,7 @@ def scaled_product(
         bytes_moved=launch.moved,
         flops=2 * math.prod(shape),
     )
-    [y] = call(a, b, _padded(a_scale, TILE[0], 1).T, b_scale)
+    [y] = call(a, b, _padded(a_scale, launch.tile[0], 1).T, b_scale)
     return y if y.shape == (m, n) else y[:m, :n]
 
 

@@ -1,5 +1,7 @@
 """The block-scaled product: interpreted, plain JAX's bytes where sums are exact; within the bound of float32 sums elsewhere."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_group_map import interpreted, numbers_like, same_bytes
 
+from coat_jax import ops, recipes
 from coat_jax.quant import E4M3, E5M2, PerBlock, PerGroup, QuantizedArray, QuantSpec, quantize, scaled_product
+from pallas_kernels import backend
+from pallas_kernels import scaled_product as kernel
 
 GROUPS = QuantSpec(E4M3, PerGroup(128))
 BLOCKS = QuantSpec(E4M3, PerBlock((128, 128)))
@@ -28,19 +33,63 @@ def products(a, b, dtype=None):
 
 
 @interpreted
-@pytest.mark.parametrize("right", [GROUPS, BLOCKS], ids=str)
-@settings(
-    max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate]
-)  # without shrinking, which would take minutes
+@pytest.mark.parametrize("right, columns", [(GROUPS, 128), (BLOCKS, 128), (BLOCKS, 64)], ids=str)
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking would take minutes
 @given(m=st.integers(1, 300), n=st.integers(1, 300), k=st.integers(1, 600))
-def test_interpreted_bytes_are_those_of_plain_jax(right, m, n, k):
+def test_interpreted_bytes_are_those_of_plain_jax(right, columns, m, n, k):
     """Every shape, ragged ones included; the interpreter's detector raises where copies and reads race."""
-    same_bytes(*products(whole((m, k), GROUPS, m), whole((n, k), right, n)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "COLUMNS", (columns,))
+        same_bytes(*products(whole((m, k), GROUPS, m), whole((n, k), right, n)))
 
 
 @interpreted
 def test_more_tiles_than_programs_and_more_blocks_than_stages():
-    same_bytes(*products(whole((512, 1024), GROUPS, 0), whole((264, 1024), BLOCKS, 1), jnp.bfloat16))
+    same_bytes(*products(whole((384, 1024), GROUPS, 0), whole((136, 1024), BLOCKS, 1), jnp.bfloat16))
+
+
+def test_tiles_are_as_wide_as_leaves_none_of_the_device_idle():
+    def columns(m, n):
+        return kernel.Launch.of((m, n, 512), True, (jnp.float8_e4m3fn,) * 2, jnp.bfloat16, False).columns
+
+    assert columns(8192, 4096) == columns(1536, 1408) == 128
+    assert columns(512, 1024) == 64
+
+
+def test_formats_are_mixed_where_jax_can(monkeypatch):
+    monkeypatch.setattr(backend, "can_mix_formats", False)
+    a, b = whole((8, 128), GROUPS, 0), whole((8, 128), QuantSpec(E5M2, PerGroup(128)), 1)
+    with pytest.raises(ValueError, match="float8_e4m3fn times float8_e5m2 needs jax 0.11"):
+        kernel.scaled_product(a.payload, b.payload, a.scale, b.scale, dtype=jnp.float32)
+
+
+@pytest.mark.plan
+@pytest.mark.skipif(not backend.can_mix_formats, reason="needs jax 0.11")
+def test_other_tiles_and_formats_compile_for_an_h100():
+    from coat_jax.plan import compile_for
+
+    for m, n, dtype, right in ((203, 136, jnp.bfloat16, BLOCKS), (256, 128, jnp.float32, QuantSpec(E5M2, PerGroup(128)))):
+        a, b = (
+            jax.eval_shape(lambda x, spec=spec: quantize(x, spec), jax.ShapeDtypeStruct((rows, 300), jnp.float32))
+            for rows, spec in ((m, GROUPS), (n, right))
+        )
+        program = compile_for("h100", lambda a, b, t=dtype: scaled_product(a, b, t, implementation="pallas"), a, b)
+        assert "mosaic_gpu" in program.text
+
+
+@interpreted
+def test_a_layer_of_the_recipe_is_that_of_plain_jax():
+    """Operands have the same bytes; what differs is the order of float32 sums of at most 256 products."""
+    x, w, g = numbers_like((136, 256)), numbers_like((256, 128), 1), numbers_like((136, 128), 2)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(implementation, x, w, g):
+        recipe = recipes.blocks().replace(implementation=implementation)
+        y, pull = jax.vjp(lambda x, w: ops.linear([x], [w], recipe)[0], x, w)
+        return y, *pull(g)
+
+    for got, want in zip(step("interpret", x, w, g), step("xla", x, w, g), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=260 * 2.0**-24 * np.abs(want).max())
 
 
 def exact(a, b):
