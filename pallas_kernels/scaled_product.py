@@ -53,9 +53,9 @@ class Launch:
     columns: int
 
     @classmethod
-    def of(cls, *description: Any) -> "Launch":
+    def of(cls, shape: tuple[int, int, int], blocked: bool, formats: tuple[Any, Any], dtype: Any, interpret: bool) -> "Launch":
         """The launch with the widest tiles of which every multiprocessor gets one, or the narrowest."""
-        launches = [cls(*description, columns=columns) for columns in COLUMNS]
+        launches = [cls(shape, blocked, formats, dtype, interpret, columns) for columns in COLUMNS]
         return next((launch for launch in launches if math.prod(launch.tiles) >= backend.SMS), launches[-1])
 
     @property
