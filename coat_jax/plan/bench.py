@@ -10,8 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coat_jax import ops
 from coat_jax.optim import coat_adamw, codecs, master
-from coat_jax.quant import E4M3, PerBlock, PerGroup, PowerExpansion, QuantSpec, dequantize, quantize, scaled_product
+from coat_jax.quant import (
+    E4M3,
+    Implementation,
+    PerBlock,
+    PerGroup,
+    PowerExpansion,
+    QuantSpec,
+    dequantize,
+    quantize,
+    scaled_product,
+)
 
 Function = Callable[..., Any]
 
@@ -62,7 +73,7 @@ class Case:
 @functools.cache
 def cases(sizes: Sizes = LLAMA_7B) -> tuple[Case, ...]:
     """Every kernel of the library, at `sizes`."""
-    return (*_quantization(sizes), *_optimizer(sizes), *_products(sizes))
+    return (*_quantization(sizes), *_norms(sizes), *_optimizer(sizes), *_products(sizes))
 
 
 def numbers(key: jax.Array, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -99,6 +110,37 @@ def _dequantize(sizes: Sizes, spec: QuantSpec, least: float) -> Case:
         return (quantize(numbers(key, sizes.tokens, sizes.intermediate), spec),)
 
     return Case(f"dequantize, {spec}", make, inputs, sizes.tokens * sizes.intermediate, least)
+
+
+def _norms(sizes: Sizes) -> list[Case]:
+    """The norm before a layer's products: RMSNorm as Llama has it, with a bf16 weight, and OLMo's LayerNorm without any."""
+    rms, layer = (ops.RowFunction(functools.partial(fn, eps=1e-5)) for fn in (ops.normalize_rms, ops.normalize_layer))
+    norms = (("RMSNorm", rms, 16), ("RMSNorm", rms, 128), ("LayerNorm", layer, 128))
+    return [case for name, norm, size in norms for case in _norm(sizes, name, norm, size)]
+
+
+def _norm(sizes: Sizes, name: str, norm: ops.RowFunction, size: int) -> list[Case]:
+    """y and the stash of x; y from the stash; the gradients from the stash and dy."""
+    spec = QuantSpec(E4M3, PerGroup(size), scale_dtype=np.dtype(jnp.bfloat16))
+
+    def forward(implementation: str | None) -> Function:
+        return lambda x, q, params: norm.forward([x], params, [spec], implementation)
+
+    def again(implementation: str | None) -> Function:
+        return lambda x, q, params: norm.redo([q], params, implementation)[0]()
+
+    def gradient(implementation: str | None) -> Function:
+        return lambda x, q, params: norm.redo([q], params, implementation)[1](x)
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        x, y = (numbers(k, sizes.tokens, sizes.hidden) for k in jax.random.split(key))
+        weight = numbers(key, sizes.hidden)
+        _, [kept] = norm.forward([y], [], [spec], Implementation.XLA)
+        return x, kept, [weight] if name == "RMSNorm" else []
+
+    least = {"": (forward, 5.0), ", again": (again, 3.0), ", gradient": (gradient, 5.0)}
+    elements = sizes.tokens * sizes.hidden
+    return [Case(f"{name}, {spec}{part}", make, inputs, elements, n + 2 / size) for part, (make, n) in least.items()]
 
 
 def _products(sizes: Sizes) -> list[Case]:
