@@ -40,8 +40,10 @@ def mean_of_groups(x: jax.Array) -> jax.Array:
 def row_refusal(spec: QuantSpec, shape: tuple[int, ...]) -> str | None:
     """Why no kernel takes rows of an array of `shape` that is kept as `spec`, or None."""
     groups = Groups.of(spec.granularity, shape)
-    if groups.axes != (-1,) or (reason := refusal(groups)):
-        return reason or "has kernels for rows kept in groups along them only"
+    if groups.axes != (-1,):
+        return "has kernels for rows that are kept in groups along them only"
+    if reason := refusal(groups):
+        return reason
     width, features = max(groups.tile), shape[-1]
     if width not in (16, 32, 64, 128, 256):
         return f"has kernels for rows in groups of 16, 32, ... 256 elements, not of {width}"
