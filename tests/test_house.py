@@ -3,8 +3,8 @@
 Floors go up; an import goes down or stays on its floor, and never round in a circle:
 
     pallas_kernels
-    < quant (rounding < formats < granularity < expansion < spec < codec < array < implementation < quantize
-             < product < one_pass)
+    < quant (rounding < formats < granularity < expansion < spec < codec < array < implementation < tensor
+             < quantize < product < one_pass)
     < ops, optim (apart) < recipes, linen, nnx, parallel < models < train, plan, export < cli
 """
 
@@ -33,6 +33,7 @@ FLOORS = (
     ("coat_jax.quant.codec",),
     ("coat_jax.quant.array",),
     ("coat_jax.quant.implementation",),
+    ("coat_jax.quant.tensor",),
     ("coat_jax.quant.quantize",),
     ("coat_jax.quant.product",),
     ("coat_jax.quant.one_pass",),

@@ -49,6 +49,11 @@ class Codes(NamedTuple):
     exponent: jax.Array | None
 
 
+def statistic_shape(shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+    """Shape of a per-group statistic of an array whose groups lie along `axes`."""
+    return tuple(n for i, n in enumerate(shape) if i - len(shape) not in axes)
+
+
 def spread(statistic: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Array:
     """A per-group statistic repeated over its group: the inverse shape of a reduction over `axes`."""
     kept = tuple(i for i in range(len(shape)) if i - len(shape) not in axes)
@@ -125,7 +130,14 @@ def round_to_codes(
     return jnp.where(noise * (high - low) < ratio - low, upper, lower)
 
 
-def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = None, idle: Idle | None = None) -> Codes:
+def encode(
+    x: jax.Array,
+    spec: QuantSpec,
+    axes: Axes,
+    noise: jax.Array | None = None,
+    idle: Idle | None = None,
+    amax: jax.Array | None = None,
+) -> Codes:
     """Codes of the groups that lie along `axes` of x.
 
     Args:
@@ -135,8 +147,9 @@ def encode(x: jax.Array, spec: QuantSpec, axes: Axes, noise: jax.Array | None = 
       noise: float32 in [0, 1) of x's shape, for stochastic rounding.
       idle: elements that only decay. They widen the range that the exponent is fitted to only so far (`smallest_ratio`), and
         nearest rounding takes them towards zero: a decay of less than half a code would leave them where they are for ever.
+      amax: the largest magnitude that x is scaled by, as `group_amax` gives it, where that is not the group's own.
     """
-    amax = group_amax(x, axes)
+    amax = group_amax(x, axes) if amax is None else jnp.broadcast_to(amax, statistic_shape(x.shape, axes))
     scale = scale_of(amax, spec)
     exponent = spread_exponent = None
     magnitude = jnp.abs(x)

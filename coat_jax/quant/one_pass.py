@@ -63,7 +63,7 @@ def one_pass(
         return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, tiles), encode=encode, decode=decode)))
 
     def kernel(*args, interpret):
-        statistics = tuple(n for i, n in enumerate(groups.split_shape) if i - len(groups.split_shape) not in groups.axes)
+        statistics = codec.statistic_shape(groups.split_shape, groups.axes)
         laid = [groups.split(x) if x.shape == shape else x.reshape(statistics) for x in jax.tree.leaves(args)]
         [done] = group_map(tile, [laid], [groups], name=operation, interpret=interpret)
         whole = len(groups.split_shape)

@@ -1,12 +1,14 @@
 """`quantize` and `dequantize`: arrays to quantized arrays and back, and the choice of who computes it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.quant import codec, rounding
+from coat_jax.quant import codec, rounding, tensor
 from coat_jax.quant.array import QuantizedArray
-from coat_jax.quant.granularity import Groups
+from coat_jax.quant.granularity import Groups, PerTensor
 from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
 from coat_jax.quant.rounding import Rounding
 from coat_jax.quant.spec import QuantSpec
@@ -15,7 +17,7 @@ from coat_jax.quant.spec import QuantSpec
 def split_codes(q: QuantizedArray) -> tuple[codec.Codes, Groups]:
     """The stored codes of q laid out by groups, as the group math sees them, and the groups."""
     groups = Groups.of(q.spec.granularity, q.payload.shape)
-    statistics = tuple(n for i, n in enumerate(groups.split_shape) if i - len(groups.split_shape) not in groups.axes)
+    statistics = codec.statistic_shape(groups.split_shape, groups.axes)
     exponent = None if q.exponent is None else q.exponent.reshape(statistics)
     return codec.Codes(groups.split(q.payload), q.scale.reshape(statistics), exponent), groups
 
@@ -73,12 +75,14 @@ def quantize(
         return encode(x, axes=groups.axes, numbers=numbers if seeds else None, scalars=seeds)
 
     def kernel(x, *seeds, interpret):
+        if isinstance(spec.granularity, PerTensor):
+            codes = tensor.encode(x.reshape(groups.shape), spec, seeds, interpret=interpret)
+            return groups.split(codes.payload), codes.scale.reshape(codec.statistic_shape(groups.split_shape, groups.axes))
         scalars = [jnp.reshape(seed, 1) for seed in seeds]
         options = {"name": "quantize", "numbered": stochastic, "interpret": interpret}
         return group_map(encode, [(x,)], [groups], scalars=scalars, **options)[0]
 
     seeds = (jnp.asarray(seed, jnp.uint32),) if stochastic else ()
-    ragged = "has no kernel that rounds the groups of a ragged array stochastically" if stochastic and groups.ragged else None
     parts = choose(
         kernel,
         plain,
@@ -86,7 +90,7 @@ def quantize(
         *seeds,
         operation="quantize",
         implementation=implementation or Implementation.XLA,
-        refused=refusal(groups, blocks=not stochastic) or ragged,
+        refused=_refusal(spec, groups, blocks=not stochastic),
     )
     codes = codec.Codes(*parts, *[None] * (3 - len(parts)))
     return merge_codes(codes, groups, spec, x.dtype)
@@ -112,6 +116,9 @@ def dequantize(
         return (codec.decode(codec.Codes(payload, scale, exponent), q.spec, axes).astype(dtype),)
 
     def kernel(*parts, interpret):
+        if isinstance(q.spec.granularity, PerTensor):
+            codes = codec.Codes(parts[0].reshape(groups.shape), parts[1], None)
+            return (groups.split(tensor.decode(codes, q.spec, dtype, interpret=interpret)),)
         return group_map(decode, [parts], [groups], name="dequantize", interpret=interpret)[0]
 
     [x] = choose(
@@ -120,6 +127,15 @@ def dequantize(
         *(part for part in codes if part is not None),
         operation="dequantize",
         implementation=implementation or Implementation.XLA,
-        refused=refusal(groups),
+        refused=_refusal(dataclasses.replace(q.spec, rounding=Rounding.NEAREST), groups, blocks=False),
     )
     return groups.merge(x)
+
+
+def _refusal(spec: QuantSpec, groups: Groups, *, blocks: bool) -> str | None:
+    """Why no kernel quantizes by this spec, or None."""
+    if isinstance(spec.granularity, PerTensor):
+        return tensor.refusal(spec, groups.shape)
+    if spec.rounding is Rounding.STOCHASTIC and groups.ragged:
+        return "has no kernel that rounds the groups of a ragged array stochastically"
+    return refusal(groups, blocks=blocks)
