@@ -25,8 +25,11 @@ class Recipe:
       precision: of the weight products, as in `jax.lax.dot_general`; on Hopper None lets FP8 products accumulate in the
         tensor cores' 14 bits, "highest" promotes the partial sums to float32. Products of operands with a scale per 128
         promote the sum of each 128 in any case.
-      implementation: who computes what there are kernels for: "xla", "pallas", "interpret", or None to let the library choose.
-        Attention and the products of operands with one scale each are cuDNN's, cuBLASLt's and XLA's in any case.
+      implementation: who computes what there are kernels for: "xla", "pallas", "interpret", or None, which takes kernels in
+        programs for a Hopper GPU where a compiled Llama-2-7B step wants no more memory and moves fewer bytes with them:
+        functions element by element with their stashes do (50.17 GiB against 50.22, and 1.2 % fewer bytes), quantization by
+        itself does not, as XLA does it inside its neighbours. Attention, and products of operands with one scale each, are
+        cuDNN's, cuBLASLt's and XLA's in any case.
 
     Raises:
       TypeError: a role that is neither a `QuantSpec` nor None.

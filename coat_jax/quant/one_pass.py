@@ -13,8 +13,8 @@ from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.granularity import Groups
 from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
 from coat_jax.quant.quantize import dequantize, quantize
-from coat_jax.quant.rounding import Rounding
 from coat_jax.quant.spec import QuantSpec
+from pallas_kernels.partition import Split
 
 
 def one_pass(
@@ -32,8 +32,7 @@ def one_pass(
         and `decode(q)` the float32 values of a quantized argument; all else is element by element.
       args: arrays and quantized arrays of one shape, all laid out by the groups of `spec`.
       operation: name for messages and of the kernel.
-      implementation: "xla", "pallas", "interpret", or None to let the library choose: XLA, which does it inside its
-        neighbours.
+      implementation: "xla", "pallas", "interpret", or None: the kernel in programs for a Hopper GPU, XLA elsewhere.
       refused: why no kernel computes fn, or None.
 
     Returns:
@@ -42,9 +41,6 @@ def one_pass(
     Raises:
       ValueError: an implementation that is unknown or cannot run.
     """
-    shape = args[0].shape
-    groups = Groups.of(spec.granularity, shape)
-
     def plain(*args):
         out = fn(*args, encode=functools.partial(quantize, spec=spec), decode=lambda q: dequantize(q, np.dtype(np.float32)))
         return jax.tree.map(_made, out, is_leaf=lambda x: isinstance(x, QuantizedArray))
@@ -62,18 +58,25 @@ def one_pass(
 
         return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, tiles), encode=encode, decode=decode)))
 
-    def kernel(*args, interpret):
-        statistics = codec.statistic_shape(groups.split_shape, groups.axes)
-        laid = [groups.split(x) if x.shape == shape else x.reshape(statistics) for x in jax.tree.leaves(args)]
+    def kernel(*args, interpret, places=None):  # of a part of every array where devices share them, wherever it lies
+        groups = Groups.of(spec.granularity, args[0].shape)
+        split = groups.split_shape
+        statistics = codec.statistic_shape(split, groups.axes)
+        laid = [groups.split(x) if x.shape == groups.shape else x.reshape(statistics) for x in jax.tree.leaves(args)]
         [done] = group_map(tile, [laid], [groups], name=operation, interpret=interpret)
-        whole = len(groups.split_shape)
-        return jax.tree.unflatten(
-            jax.tree.structure(like), [groups.merge(y) if y.ndim == whole else y.reshape(groups.scale_shape) for y in done]
-        )
+        merged = [groups.merge(y) if y.ndim == len(split) else y.reshape(groups.scale_shape) for y in done]
+        return jax.tree.unflatten(jax.tree.structure(like), merged)
 
-    chosen = implementation or Implementation.XLA
+    groups = Groups.of(spec.granularity, args[0].shape)
+    axes = tuple(range(len(groups.shape)))
     return choose(
-        kernel, plain, *args, operation=operation, implementation=chosen, refused=refused or _refusal(args, spec, groups)
+        kernel,
+        plain,
+        *args,
+        operation=operation,
+        implementation=implementation,
+        refused=refused or _refusal(args, spec, groups),
+        split=Split((axes,) * len(leaves), (axes,) * len(jax.tree.leaves(like))) if shared(groups) else None,
     )
 
 
@@ -87,6 +90,4 @@ def _refusal(args: Any, spec: QuantSpec, groups: Groups) -> str | None:
         return f"has a kernel for arrays of one shape, not of {', '.join(str(x.shape) for x in args)}"
     if any(x.spec.granularity != spec.granularity for x in args if isinstance(x, QuantizedArray)):
         return f"has a kernel for arguments in one granularity, here {spec.granularity}"
-    if spec.rounding is Rounding.STOCHASTIC:
-        return "has no kernel that rounds stochastically"
     return refusal(groups)
