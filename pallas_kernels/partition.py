@@ -134,7 +134,7 @@ class Split:
             if not any(label in found for label in labels):
                 names = _named(mesh, x)
                 pieces = (math.prod(mesh.shape[name] for name in some) for some in names)
-                fit = [label and extents[label] % many == 0 for label, many in zip(labels, pieces, strict=True)]
+                fit = [label is not None and extents[label] % many == 0 for label, many in zip(labels, pieces, strict=True)]
                 if any(names):
                     found |= {label: some for label, some, good in zip(labels, names, fit, strict=True) if good}
         return dict.fromkeys([None, *extents], ()) | found

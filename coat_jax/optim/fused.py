@@ -15,7 +15,7 @@ from coat_jax.optim.master import Weight
 from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
 from coat_jax.optim.step import Leaf, Stepper, codec_of, groups_of, in_turn, merge, split
 from coat_jax.quant import Groups, Implementation
-from coat_jax.quant.implementation import choose, group_map, refusal
+from coat_jax.quant.implementation import choose, group_map, refusal, shareable
 from pallas_kernels.partition import Labels, Place, Split, stretched
 
 LEAVES = 8
@@ -69,13 +69,7 @@ def _kind(stepper: Stepper, task: Task) -> Hashable:
         return None
     groups = groups_of(codec, task.grad.shape)
     dtypes = tuple(x.dtype for x in jax.tree.leaves(task[:4]))
-    return codec, dtypes, max(groups.tile, default=1), _refusal(stepper, task, groups), _shared(groups)
-
-
-def _shared(groups: Groups) -> bool:
-    """Whether the devices of the mesh in use may share a leaf of these groups however they like, and none has part of one."""
-    devices = max(1, jax.sharding.get_abstract_mesh().size)
-    return not groups.ragged and all(groups.scale_shape[axis] % devices == 0 for axis in groups.axes)
+    return codec, dtypes, max(groups.tile, default=1), _refusal(stepper, task, groups), shareable(groups)
 
 
 def _refusal(stepper: Stepper, task: Task, groups: Groups) -> str | None:
@@ -125,7 +119,7 @@ def _step(
         operation="coat_adamw",
         implementation=implementation,
         refused=_refusal(stepper, tasks[0], groups[0]),
-        split=_split(stepper.hyper, tasks) if _shared(groups[0]) else None,
+        split=_split(stepper.hyper, tasks) if shareable(groups[0]) else None,
     )
 
 

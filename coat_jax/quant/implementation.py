@@ -66,6 +66,12 @@ def refusal(groups: Groups, *, blocks: bool = False) -> str | None:
     return None if 0 not in groups.shape else "has no kernel for an empty array"
 
 
+def shareable(groups: Groups) -> bool:
+    """Whether the devices of the mesh in use may share an array of these groups however they like, and none has part of one."""
+    devices = max(1, jax.sharding.get_abstract_mesh().size)
+    return not groups.ragged and all(groups.scale_shape[axis] % devices == 0 for axis in groups.axes)
+
+
 def choose(
     kernel: Callable[..., Any],
     plain: Callable[..., Any],

@@ -11,7 +11,7 @@ import numpy as np
 from coat_jax.quant import codec
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.granularity import Groups
-from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
+from coat_jax.quant.implementation import Implementation, choose, group_map, refusal, shareable
 from coat_jax.quant.quantize import dequantize, quantize
 from coat_jax.quant.spec import QuantSpec
 from pallas_kernels.partition import Split
@@ -41,6 +41,7 @@ def one_pass(
     Raises:
       ValueError: an implementation that is unknown or cannot run.
     """
+
     def plain(*args):
         out = fn(*args, encode=functools.partial(quantize, spec=spec), decode=lambda q: dequantize(q, np.dtype(np.float32)))
         return jax.tree.map(_made, out, is_leaf=lambda x: isinstance(x, QuantizedArray))
@@ -76,7 +77,7 @@ def one_pass(
         operation=operation,
         implementation=implementation,
         refused=refused or _refusal(args, spec, groups),
-        split=Split((axes,) * len(leaves), (axes,) * len(jax.tree.leaves(like))) if shared(groups) else None,
+        split=Split((axes,) * len(leaves), (axes,) * len(jax.tree.leaves(like))) if shareable(groups) else None,
     )
 
 

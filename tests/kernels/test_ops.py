@@ -9,10 +9,13 @@ import oracle
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 from test_group_map import interpreted, numbers_like, same_bytes
+from test_partition import COLLECTIVE, mesh_of, run_on
 
 from coat_jax import ops, recipes
-from coat_jax.quant import E4M3, E5M2, PerGroup, PerTensor, QuantSpec, dequantize, quantize
+from coat_jax.quant import E4M3, E5M2, PerGroup, PerTensor, QuantSpec, dequantize, one_pass, quantize
+from pallas_kernels import dispatch
 
 COAT = recipes.coat()
 BF16 = np.dtype(jnp.bfloat16)
@@ -104,3 +107,26 @@ def test_what_cannot_run_is_refused_with_the_reason():
         stash(x, functools.partial(ops.gelu, approximate=False), interpret)
     with pytest.raises(ValueError, match="groups of 4, 8, ... 256 elements, not of 6"):
         stash(x, ops.silu, interpret.replace(nonlinear_input=QuantSpec(E4M3, PerGroup(6))))
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("a", None, "b"), PartitionSpec(None, "b")])
+def test_devices_run_functions_on_their_own_parts(spec, monkeypatch):
+    """What Hopper GPUs would run, with the launch itself in plain JAX: nothing is exchanged, and no bit depends on it."""
+    seen = []
+
+    def launched(tile, leaves, groups, **_):
+        seen.append(groups[0].shape)
+        return [tile(*leaves[0], axes=groups[0].axes)]
+
+    def run(gate, up, g):
+        y, pull = jax.vjp(lambda *xs: ops.swiglu(*xs, recipes.lean()), gate, up)
+        return y, jax.tree.leaves(pull), pull(g)
+
+    inputs = [numbers_like((4, 8, 1024), i).astype(jnp.bfloat16) for i in range(3)]
+    want = jax.jit(run)(*inputs)
+    monkeypatch.setattr(dispatch, "_for_hopper", lambda module: True)
+    monkeypatch.setattr(one_pass, "group_map", launched)
+    got, text = run_on(mesh_of(a=2, b=4), (spec,) * 3, lambda *xs: run(*xs), *inputs)
+    same_bytes(got, want)
+    assert not COLLECTIVE.search(text)
+    assert np.prod(seen[-1]) < 4 * 8 * 1024
