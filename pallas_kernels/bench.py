@@ -3,6 +3,7 @@
 `python -m pallas_kernels.bench` checks and times every kernel on the GPU of this machine; see `coat_jax.bench`.
 """
 
+import functools
 import runpy
 import statistics
 import time
@@ -30,12 +31,14 @@ class Contender:
     so one that is not written shows what was in the buffer before.
 
     Attributes:
-      compiled: the program.
+      flat: the function of the operands' leaves and of blanks to its results' leaves.
+      shapes: of what flat takes.
+      overwritten: numbers of what it takes whose buffers it uses up.
       blanks: shapes and dtypes of the results that take no operand's buffer.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], donated: Sequence[int] = ()):
-        """Compiles function for operands like args, of which the numbers in `donated` are updated in place."""
+        """function for operands like args, of which the numbers in `donated` are updated in place."""
         leaves, tree = jax.tree.flatten(tuple(args))
         given = [i in donated for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         results, self._results = jax.tree.flatten(jax.eval_shape(function, *args))
@@ -51,10 +54,15 @@ class Contender:
         def flat(*xs: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(function(*jax.tree.unflatten(tree, xs[: len(leaves)])))
 
-        over = [place for place in self._taken if place is not None]
-        buffers = (*over, *range(len(leaves), len(leaves) + len(self.blanks)))
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *self.blanks)]
-        self.compiled = jax.jit(flat, donate_argnums=buffers, keep_unused=True).lower(*shapes).compile()
+        self.flat = flat
+        self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *self.blanks)]
+        over = (place for place in self._taken if place is not None)
+        self.overwritten = (*over, *range(len(leaves), len(self.shapes)))
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The program."""
+        return jax.jit(self.flat, donate_argnums=self.overwritten, keep_unused=True).lower(*self.shapes).compile()
 
     @property
     def covered(self) -> bool:

@@ -116,8 +116,7 @@ def test_every_row_is_made_and_written_and_one_that_fails_says_so(tmp_path, caps
     product = dataclasses.replace(case("product", lambda x: quantize(x, SPEC)), flops=1e6)
     chosen = (case("fails", fails), case("wrong", half_done), product, case("right", lambda x: quantize(x, SPEC)))
     files = [str(tmp_path / name) for name in ("rows.json", "device.json")]
-    # Kernels of the step are XLA's; the cases above do not look at "interpret".
-    setting = dataclasses.replace(SETTING, implementation="interpret" if backend.can_interpret else "xla")
+    setting = dataclasses.replace(SETTING, implementation="pallas")  # the cases' own; the step, which has none here, is XLA's
     monkey = pytest.MonkeyPatch()
     monkey.setattr(subjects, "step_rows", lambda setting, device: STEPS(SETTING, device))
     with pytest.raises(ArithmeticError, match="results are wrong of wrong"), monkey.context():
@@ -186,6 +185,18 @@ def test_it_runs_with_jax_flax_and_optax_alone():
     refused = [sys.executable, "-c", BARE, "--calibrate", "x.json"]
     done = subprocess.run(refused, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "--calibrate measures a Hopper GPU" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", ["dequantize, e4m3, group 16,", "AdamW, coat, master bf16-stochastic"])
+def test_kernels_compiled_for_an_h100_write_over_what_they_are_given(name):
+    from coat_jax.plan import compile_for
+
+    [chosen] = [c for c in cases(Sizes(512, 512, 1024)) if c.name.startswith(name)]
+    contender = Contender(chosen.make("pallas"), chosen.abstract, chosen.donated)
+    program = compile_for("h100", contender.flat, *contender.shapes, donate_argnums=contender.overwritten)
+    results = jax.tree.leaves(jax.eval_shape(contender.flat, *contender.shapes))
+    assert program.alias_bytes == sum(x.size * x.dtype.itemsize for x in results) and " copy(" not in program.text
 
 
 @pytest.mark.plan
