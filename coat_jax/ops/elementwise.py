@@ -88,4 +88,4 @@ class Elementwise(Stashable):
 
 def wide(x: jax.Array) -> jax.Array:
     """x in float32 where it is a real number of fewer bits."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
