@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coat_jax import E4M3, PerGroup, QuantSpec, quantize
-from coat_jax.bench import calibrate, run, subjects
+from coat_jax.bench import calibrate, ceilings, run, subjects
 from coat_jax.bench.ceilings import Ceilings
 from coat_jax.bench.check import compare
 from coat_jax.bench.row import Row
@@ -23,7 +23,7 @@ from pallas_kernels import backend
 from pallas_kernels.bench import Contender, by_turns
 
 SMALL = Sizes(tokens=64, hidden=128, intermediate=256)
-SETTING = subjects.Setting(SMALL, "xla", seed=7, repeats=3, span=1e-4, recipes=("bf16", "lean"))
+SETTING = subjects.Setting(SMALL, "xla", seed=7, repeats=3, span=1e-4, recipes=("bf16", "lean", "nothing"))
 SPEC = QuantSpec(E4M3, PerGroup(16))
 
 
@@ -113,11 +113,15 @@ def test_every_row_is_made_and_written_and_one_that_fails_says_so(tmp_path, caps
     def fails(x):
         raise NotImplementedError("no such kernel")
 
+    def no_product(x, w, scales):
+        raise NotImplementedError("no such product")
+
     product = dataclasses.replace(case("product", lambda x: quantize(x, SPEC)), flops=1e6)
     chosen = (case("fails", fails), case("wrong", half_done), product, case("right", lambda x: quantize(x, SPEC)))
     files = [str(tmp_path / name) for name in ("rows.json", "device.json")]
     setting = dataclasses.replace(SETTING, implementation="pallas")  # the cases' own; the step, which has none here, is XLA's
     monkey = pytest.MonkeyPatch()
+    monkey.setattr(ceilings, "f8_product", no_product)
     monkey.setattr(subjects, "step_rows", lambda setting, device: STEPS(SETTING, device))
     with pytest.raises(ArithmeticError, match="results are wrong of wrong"), monkey.context():
         run.measured(jax.devices("cpu")[0], setting, output=run.Output(*files, "typed"), chosen=chosen)
@@ -125,14 +129,19 @@ def test_every_row_is_made_and_written_and_one_that_fails_says_so(tmp_path, caps
     record = json.loads(pathlib.Path(files[0]).read_text())
     rows = {row["name"]: row for row in record["rows"]}
     assert "no such kernel" in rows["fails"]["error"] and rows["right"]["seconds"] > 0 and rows["product"]["check"] == "equal"
-    assert {"ceiling: copy", "ceiling: FP8 product"} <= rows.keys()
+    assert {"ceiling, copy", "ceiling, bf16 product"} <= rows.keys()
     timed = {name: row for name, row in rows.items() if name.startswith(("layer", "step"))}
+    assert "unknown" in timed.pop("layer, forward and backward, nothing")["error"]
     assert len(timed) == 7 and timed.keys() == record["model_errors"].keys() and all(r["modelled"] > 0 for r in timed.values())
     assert record["command"] == "typed" and record["device"] == "cpu" and record["seed"] == 7
     said = capsys.readouterr().out
     assert "microseconds" in said and "step-time model" in said and "s] fails" in said
     device = devices.named(files[1])
-    assert device.memory_bytes_per_second == rows["ceiling: copy"]["reached"] and "measured with jax" in device.source
+    assert (
+        device.memory_bytes_per_second == rows["ceiling, copy"]["reached"] and "memory, bf16 measured with jax" in device.source
+    )
+    assert "no such product" in rows["ceiling, FP8 product"]["error"] and rows["product"]["share"] is None
+    assert device.f8_flops == calibrate.described("cpu").f8_flops
 
 
 STEPS = subjects.step_rows
@@ -200,7 +209,6 @@ def test_kernels_compiled_for_an_h100_write_over_what_they_are_given(name):
 
 @pytest.mark.plan
 def test_ceilings_compiled_for_an_h100_are_one_product_each():
-    from coat_jax.bench import ceilings
     from coat_jax.plan import compile_for
 
     made = jax.eval_shape(lambda: {name: args for name, (_, args) in ceilings.products(Sizes(512, 512, 1024)).items()})

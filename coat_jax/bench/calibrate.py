@@ -21,13 +21,14 @@ def described(kind: str) -> Device:
 
 def calibrated(base: Device, kind: str, ceilings: Ceilings) -> Device:
     """The base with measured ceilings; what was not measured (memory, links, clock) stays."""
-    measured = f"memory and products measured with jax {jax.__version__} on {datetime.date.today()}"
+    found = [name for name, rate in dataclasses.asdict(ceilings).items() if rate]
+    measured = f"{', '.join(found) or 'nothing'} measured with jax {jax.__version__} on {datetime.date.today()}"
     return dataclasses.replace(
         base,
         name=kind,
-        memory_bytes_per_second=ceilings.memory,
-        bf16_flops=ceilings.bf16,
-        f8_flops=ceilings.f8,
+        memory_bytes_per_second=ceilings.memory or base.memory_bytes_per_second,
+        bf16_flops=ceilings.bf16 or base.bf16_flops,
+        f8_flops=ceilings.f8 or base.f8_flops,
         source=f"{measured}; the rest as of {base.name}",
     )
 

@@ -1,25 +1,26 @@
 """What the device can do, measured: a copy, and products of bfloat16 and of FP8 that XLA leaves to cuBLASLt."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from coat_jax.bench.row import Row
+from coat_jax.bench.row import Row, Timed, ready
 from coat_jax.plan.bench import Sizes, numbers
 from coat_jax.plan.devices import Device
-from pallas_kernels.bench import Contender, by_turns
+from pallas_kernels.bench import Contender, by_turns, median
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of memory, read and written; operations per second of products."""
+    """Bytes per second of memory, read and written; operations per second of products; None of what could not be measured."""
 
-    memory: float
-    bf16: float
-    f8: float
+    memory: float | None
+    bf16: float | None
+    f8: float | None
 
 
 def copy(x: jax.Array) -> jax.Array:
@@ -46,20 +47,20 @@ def products(sizes: Sizes) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...
     return {"copy": (copy, (big,)), "bf16 product": (bf16_product, (x, w)), "FP8 product": (f8_product, small)}
 
 
-def measure(sizes: Sizes, device: Device | None = None, **options: Any) -> tuple[Ceilings, list[Row]]:
+def measure(sizes: Sizes, device: Device, **options: Any) -> tuple[Ceilings, list[Row]]:
     """The ceilings in one run, and their rows; shares are of what `device` is said to have."""
     made = products(sizes)
-    timed = by_turns({name: (Contender(f, args), args) for name, (f, args) in made.items()}, **options)
+    contenders, rows = ready("ceiling", {name: functools.partial(_made, *pair) for name, pair in made.items()})
     flops = 2.0 * sizes.tokens * sizes.hidden * sizes.intermediate
     work = {"copy": 2.0 * made["copy"][1][0].nbytes, "bf16 product": flops, "FP8 product": flops}
-    said: dict[str, float | None] = dict.fromkeys(work)
-    if device is not None:
-        said = dict(zip(work, (device.memory_bytes_per_second, device.bf16_flops, device.f8_flops), strict=True))
-    rows = []
-    for name, samples in timed.items():
-        row = Row.timed(f"ceiling: {name}", samples)
-        assert row.seconds is not None
-        reached, most = work[name] / row.seconds, said[name]
-        rows.append(dataclasses.replace(row, reached=reached, share=most and reached / most))
-    memory, bf16, f8 = (row.reached or 0.0 for row in rows)
-    return Ceilings(memory, bf16, f8), rows
+    said = dict(zip(work, (device.memory_bytes_per_second, device.bf16_flops, device.f8_flops), strict=True))
+    reached: dict[str, float | None] = dict.fromkeys(work)
+    for name, samples in by_turns(contenders, **options).items():
+        rate = work[name] / median(samples)
+        rows.append(Row.timed(f"ceiling, {name}", samples, reached=rate, share=rate / said[name]))
+        reached[name] = rate
+    return Ceilings(*reached.values()), rows
+
+
+def _made(function: Callable[..., Any], args: tuple[Any, ...]) -> Timed:
+    return Contender(function, args), args

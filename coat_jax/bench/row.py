@@ -2,10 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from coat_jax.plan.text import table
+from pallas_kernels.bench import Contender
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,29 @@ class Row:
         """The row of some samples."""
         return cls(name, sorted(samples)[len(samples) // 2], min(samples), max(samples), **more)
 
+    @classmethod
+    def failed(cls, name: str, error: Exception) -> "Row":
+        """The row of what raised an error."""
+        return cls(name, error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+
+Timed = tuple[Contender, Sequence[Any]]
+"""A contender and its operands."""
+
+
+def ready(title: str, made: Mapping[str, Callable[[], Timed]]) -> tuple[dict[str, Timed], list[Row]]:
+    """The contenders that could be made and called once, and a row that says why for each of the others."""
+    contenders: dict[str, Timed] = {}
+    failed = []
+    for name, make in made.items():
+        try:
+            contender, args = make()
+            jax.block_until_ready(contender.call(contender.start(args)))
+            contenders[name] = contender, args
+        except Exception as error:  # whatever goes wrong is the row
+            failed.append(Row.failed(f"{title}, {name}", error))
+    return contenders, failed
+
 
 class Clock:
     """Time that is left, and lines of progress."""
@@ -62,7 +88,7 @@ class Clock:
         try:
             yield from make()
         except Exception as error:  # whatever goes wrong is the row
-            yield Row(name, error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            yield Row.failed(name, error)
 
 
 def shown(rows: list[Row]) -> str:

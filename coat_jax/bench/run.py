@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json as json_text
 import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,22 +108,28 @@ def measured(
         base = calibrate.described(device.device_kind)
         most, rows = ceilings.measure(setting.sizes, base, **setting.timing)
         here = calibrate.calibrated(base, device.device_kind, most)
+        if output.calibrate:
+            calibrate.write(output.calibrate, here)
+        work: list[tuple[str, Callable[[], list[Row]]]] = []
         if not only:
-            rows += clock.rows("layer, forward and backward", lambda: subjects.layer_rows(setting, here))
-            rows += clock.rows("step of a layer", lambda: subjects.step_rows(setting, here))
-        for case in kernels:
-            rows += clock.rows(case.name, functools.partial(subjects.kernel_rows, case, setting, most))
-    errors = calibrate.errors(rows)
+            work.append(("layer, forward and backward", lambda: subjects.layer_rows(setting, here)))
+            work.append(("step of a layer", lambda: subjects.step_rows(setting, here)))
+        work += [(case.name, functools.partial(subjects.kernel_rows, case, setting, most)) for case in kernels]
+        for name, make in work:
+            rows += clock.rows(name, make)
+            _write(rows, device, setting, clock, output)
     print(f"\n{device.device_kind}, {clock.elapsed:.0f} s, medians of {setting.repeats}:\n\n{shown(rows)}")
-    for name, error in errors.items():
+    for name, error in calibrate.errors(rows).items():
         print(f"step-time model, {name}: {error:+.0%} of what was measured")
-    if output.calibrate:
-        calibrate.write(output.calibrate, here)
-    if output.json:
-        about = {"device": device.device_kind, "capability": str(getattr(device, "compute_capability", ""))}
-        about |= {"seconds": round(clock.elapsed, 1), **dataclasses.asdict(setting), "model_errors": errors}
-        record = {**provenance(output.command, PACKAGES), **about, "rows": [dataclasses.asdict(row) for row in rows]}
-        Path(output.json).write_text(compact(record), encoding="utf-8")
     if wrong := [row.name for row in rows if row.check.startswith("WRONG")]:
         raise ArithmeticError(f"bench: results are wrong of {', '.join(wrong)}")
     return rows
+
+
+def _write(rows: Sequence[Row], device: jax.Device, setting: Setting, clock: Clock, output: Output) -> None:
+    """The rows so far, so that what ends the process loses none."""
+    if output.json:
+        about = {"device": device.device_kind, "capability": str(getattr(device, "compute_capability", ""))}
+        about |= {"seconds": round(clock.elapsed, 1), **dataclasses.asdict(setting), "model_errors": calibrate.errors(rows)}
+        record = {**provenance(output.command, PACKAGES), **about, "rows": [dataclasses.asdict(row) for row in rows]}
+        Path(output.json).write_text(compact(record), encoding="utf-8")

@@ -1,7 +1,8 @@
 """What the bench times: the kernels of `coat_jax.plan.bench`, the Llama layer forward and backward, and the optimizer step."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import optax
 from coat_jax import coat_adamw, recipes
 from coat_jax.bench.ceilings import Ceilings
 from coat_jax.bench.check import Agreement, compare
-from coat_jax.bench.row import Row
+from coat_jax.bench.row import Row, Timed, ready
 from coat_jax.linen import FP8TransformerBlock
 from coat_jax.plan import roofline
 from coat_jax.plan.bench import Case, Sizes, numbers
@@ -73,22 +74,28 @@ def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
     samples = by_turns(contenders, **setting.timing)
     seconds = median(samples["kernel"])
     reached = (case.flops or case.elements * case.least) / seconds
+    most = ceilings.f8 if case.flops else ceilings.memory
     check = str(agreement) + ("" if kernel.covered else "; a result went through a buffer of XLA's")
     return [
         Row.timed(
             case.name,
             samples["kernel"],
             reached=reached,
-            share=reached / (ceilings.f8 if case.flops else ceilings.memory),
+            share=most and reached / most,
             plain=None if case.flops else median(samples["plain"]),
             check=check,
         )
     ]
 
 
-def _modelled(contender: Contender, device: Device | None) -> float | None:
-    """Seconds of the contender's program by the step-time model."""
-    return None if device is None else roofline.seconds(Program.of(contender.compiled), device).total
+def _rows(title: str, made: Mapping[str, Callable[[], Timed]], setting: Setting, device: Device | None) -> list[Row]:
+    """A row for each contender, in turns; one that fails says so. `device` is for the step-time model."""
+    contenders, rows = ready(title, made)
+    samples = by_turns(contenders, **setting.timing)
+    for name, (contender, _) in contenders.items():
+        model = None if device is None else roofline.seconds(Program.of(contender.compiled), device).total
+        rows.append(Row.timed(f"{title}, {name}", samples[name], modelled=model))
+    return rows
 
 
 def layer_rows(setting: Setting, device: Device | None) -> list[Row]:
@@ -113,12 +120,8 @@ def layer_rows(setting: Setting, device: Device | None) -> list[Row]:
         return both
 
     args = setting.operands(inputs, "layer")
-    contenders = {name: Contender(step(name), args) for name in setting.recipes}
-    samples = by_turns({name: (contender, args) for name, contender in contenders.items()}, **setting.timing)
-    return [
-        Row.timed(f"layer, forward and backward, {name}", samples[name], modelled=_modelled(contender, device))
-        for name, contender in contenders.items()
-    ]
+    made = {name: functools.partial(lambda name: (Contender(step(name), args), args), name) for name in setting.recipes}
+    return _rows("layer, forward and backward", made, setting, device)
 
 
 def step_rows(setting: Setting, device: Device | None) -> list[Row]:
@@ -158,12 +161,10 @@ def step_rows(setting: Setting, device: Device | None) -> list[Row]:
         "coat_adamw, bf16, kernel": of_coat(setting.implementation, None),
         "coat_adamw, bf16+8, kernel": of_coat(setting.implementation, "bf16+8"),
     }
-    contenders = {}
-    for name, (step, inputs) in made.items():
+
+    def contender(step: Callable[..., Any], inputs: Callable[[jax.Array], Any]) -> Timed:
         args = setting.operands(inputs, "step")
-        contenders[name] = (Contender(step, args, (1, 2)), args)
-    samples = by_turns(contenders, **setting.timing)
-    return [
-        Row.timed(f"step of a layer, {name}", samples[name], modelled=_modelled(contender, device))
-        for name, (contender, _) in contenders.items()
-    ]
+        return Contender(step, args, (1, 2)), args
+
+    started = {name: functools.partial(contender, *pair) for name, pair in made.items()}
+    return _rows("step of a layer", started, setting, device)
