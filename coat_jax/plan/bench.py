@@ -3,6 +3,7 @@ that any implementation would move. The static table, the timed bench and the do
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from coat_jax.quant import (
     Implementation,
     PerBlock,
     PerGroup,
+    PerTensor,
     PowerExpansion,
     QuantSpec,
     dequantize,
@@ -73,7 +75,7 @@ class Case:
 @functools.cache
 def cases(sizes: Sizes = LLAMA_7B) -> tuple[Case, ...]:
     """Every kernel of the library, at `sizes`."""
-    return (*_quantization(sizes), *_norms(sizes), *_optimizer(sizes), *_products(sizes))
+    return (*_quantization(sizes), *_norms(sizes), *_activations(sizes), *_optimizer(sizes), *_products(sizes))
 
 
 def numbers(key: jax.Array, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -89,7 +91,8 @@ def _quantization(sizes: Sizes) -> list[Case]:
         spec = QuantSpec(E4M3, PerGroup(size), expansion, scale_dtype=scale)
         least = 3 + (spec.scale_dtype.itemsize + spec.has_exponent) / size
         rows += [_quantize(sizes, spec, least), _dequantize(sizes, spec, least)]
-    return rows
+    tensor = QuantSpec(E4M3, PerTensor(), scale_dtype=bf16)
+    return [*rows, _quantize(sizes, tensor, 5)]  # the scale is known once all has been read
 
 
 def _quantize(sizes: Sizes, spec: QuantSpec, least: float) -> Case:
@@ -115,32 +118,43 @@ def _dequantize(sizes: Sizes, spec: QuantSpec, least: float) -> Case:
 def _norms(sizes: Sizes) -> list[Case]:
     """The norm before a layer's products: RMSNorm as Llama has it, with a bf16 weight, and OLMo's LayerNorm without any."""
     rms, layer = (ops.RowFunction(functools.partial(fn, eps=1e-5)) for fn in (ops.normalize_rms, ops.normalize_layer))
+    shape = (sizes.tokens, sizes.hidden)
     norms = (("RMSNorm", rms, 16), ("RMSNorm", rms, 128), ("LayerNorm", layer, 128))
-    return [case for name, norm, size in norms for case in _norm(sizes, name, norm, size)]
+    return [case for name, norm, size in norms for case in _stashing(name, norm, shape, size, weighted=norm is rms)]
 
 
-def _norm(sizes: Sizes, name: str, norm: ops.RowFunction, size: int) -> list[Case]:
-    """y and the stash of x; y from the stash; the gradients from the stash and dy."""
+def _activations(sizes: Sizes) -> list[Case]:
+    """What stands between the products of a layer: SwiGLU as Llama has it, and SiLU alone."""
+    shape = (sizes.tokens, sizes.intermediate)
+    swiglu, silu = ops.Elementwise(ops.gate_silu), ops.Elementwise(jax.nn.silu)
+    kinds = (("SwiGLU", swiglu, 16, 2), ("SwiGLU", swiglu, 128, 2), ("SiLU", silu, 128, 1))
+    return [case for name, fn, size, count in kinds for case in _stashing(name, fn, shape, size, count=count)]
+
+
+def _stashing(
+    name: str, fn: ops.Stashable, shape: tuple[int, int], size: int, *, count: int = 1, weighted: bool = False
+) -> list[Case]:
+    """Of a function of `count` arrays in groups of `size`: y and the stash; y from the stash; gradients from stash and dy."""
     spec = QuantSpec(E4M3, PerGroup(size), scale_dtype=np.dtype(jnp.bfloat16))
 
     def forward(implementation: str | None) -> Function:
-        return lambda x, q, params: norm.forward([x], params, [spec], implementation)
+        return lambda xs, dy, kept, params: fn.forward(xs, params, [spec] * count, implementation)
 
     def again(implementation: str | None) -> Function:
-        return lambda x, q, params: norm.redo([q], params, implementation)[0]()
+        return lambda xs, dy, kept, params: fn.redo(kept, params, implementation)[0]()
 
     def gradient(implementation: str | None) -> Function:
-        return lambda x, q, params: norm.redo([q], params, implementation)[1](x)
+        return lambda xs, dy, kept, params: fn.redo(kept, params, implementation)[1](dy)
 
     def inputs(key: jax.Array) -> tuple[Any, ...]:
-        x, y = (numbers(k, sizes.tokens, sizes.hidden) for k in jax.random.split(key))
-        weight = numbers(key, sizes.hidden)
-        _, [kept] = norm.forward([y], [], [spec], Implementation.XLA)
-        return x, kept, [weight] if name == "RMSNorm" else []
+        dy, *xs = (numbers(k, *shape) for k in jax.random.split(key, 1 + count))
+        params = [numbers(key, shape[1])] if weighted else []
+        _, kept = fn.forward(xs, params, [spec] * count, Implementation.XLA)
+        return xs, dy, kept, params
 
-    least = {"": (forward, 5.0), ", again": (again, 3.0), ", gradient": (gradient, 5.0)}
-    elements = sizes.tokens * sizes.hidden
-    return [Case(f"{name}, {spec}{part}", make, inputs, elements, n + 2 / size) for part, (make, n) in least.items()]
+    stash = count * (1 + 2 / size)
+    least = {"": (forward, 2 * count + 2), ", again": (again, 2), ", gradient": (gradient, 2 + 2 * count)}
+    return [Case(f"{name}, {spec}{part}", make, inputs, math.prod(shape), n + stash) for part, (make, n) in least.items()]
 
 
 def _products(sizes: Sizes) -> list[Case]:
