@@ -1,6 +1,7 @@
 """Norms that make and redo their stash in a kernel: interpreted, the bytes of the same formula in plain JAX."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,20 @@ def test_an_op_takes_the_kernels_that_its_recipe_names(op, count):
         return [name for name in ("norm", "norm_again", "norm_gradient") if f"name={name}\n" in str(launched)]
 
     assert kernels(recipes.coat().replace(implementation="interpret")) == ["norm", "norm_gradient"]
-    assert kernels(recipes.coat()) == []
+    assert kernels(recipes.coat().replace(implementation="xla")) == []
+
+
+@pytest.mark.plan
+def test_left_to_the_library_a_norm_by_itself_is_a_kernel_on_a_hopper_gpu():
+    """Forward and backward two launches, and the sum of what the programs have summed."""
+    from coat_jax.plan import compile_for
+
+    def gradient(x, weight, dy):
+        return jax.vjp(lambda x, weight: ops.rms_norm(x, weight, recipes.coat()), x, weight)[1](dy)
+
+    x, weight = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048,), jnp.float32)
+    text = compile_for("h100", gradient, x, weight, x).text
+    assert len(re.findall(r"custom_call_target=\S*mosaic_gpu", text)) == 2
 
 
 def test_other_rows_are_refused_with_the_reason():
