@@ -149,6 +149,22 @@ def test_an_op_takes_the_kernels_that_its_recipe_names(op, count):
     assert kernels(recipes.coat().replace(implementation="xla")) == []
 
 
+@interpreted
+def test_before_products_a_norm_is_a_kernel_where_a_recipe_names_them():
+    """Without redoing, h is kept and the norm is not run again; with it, it is, from the stash."""
+    x, _, [scale] = arguments((4, 512), 1)
+    kernel = jnp.ones((512, 16), jnp.bfloat16)
+
+    def kernels(recipe):
+        norm = ops.Prologue(ops.RowFunction(NORMS["rms"][0]), recipe.nonlinear_input, (scale,))
+        launched = jax.make_jaxpr(jax.grad(lambda x: ops.linear([x], [kernel], recipe, prologue=norm)[0].sum()))(x)
+        return [name for name in ("norm", "norm_again", "norm_gradient") if f"name={name}\n" in str(launched)]
+
+    assert kernels(recipes.coat().replace(implementation="interpret")) == ["norm", "norm_gradient"]
+    assert kernels(recipes.lean().replace(implementation="interpret")) == ["norm", "norm_again", "norm_gradient"]
+    assert kernels(recipes.lean()) == []
+
+
 @pytest.mark.plan
 def test_left_to_the_library_a_norm_by_itself_is_a_kernel_on_a_hopper_gpu():
     """Forward and backward two launches, and the sum of what the programs have summed."""
