@@ -222,5 +222,8 @@ def linear(
     specs = [spec] * len(inputs)
     keeping = functools.partial(stashed, specs=specs, implementation=recipe.implementation)
     if recipe.redo:
-        return keeping(fn, then=multiply)(*inputs, *params, kernels)
+        # What is redone is at hand exactly. Only a product that wants its groups along the rows has a use for that.
+        exact = shared or product.matches(recipe.linear_input, recipe.gradient)
+        then = functools.partial(contract, recipe=recipe, axes=axes, shared=exact)
+        return keeping(fn, then=then)(*inputs, *params, kernels)
     return multiply(keeping(fn)(*inputs, *params), kernels)

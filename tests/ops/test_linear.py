@@ -11,6 +11,7 @@ from op_bounds import BF16, E4M3_RMS, E5M2_RMS, in_squares, relative
 
 from coat_jax import E4M3, PerGroup, PerTensor, QuantSpec, ops, recipes
 from coat_jax.ops import stash
+from coat_jax.quant import dequantize, product, quantize
 
 SHAPES = [(64, 256, 192), (33, 7, 1003), (1, 1000, 5), (1, 1, 1)]
 PROLOGUE = functools.partial(ops.normalize_rms, eps=1e-6)
@@ -53,6 +54,16 @@ def test_products_of_blocks_are_off_by_their_operands_only(shape):
     assert relative(y, x @ w) <= worst * in_squares(E4M3_RMS, E4M3_RMS)
     assert relative(dx, g @ w.T) <= worst * in_squares(E4M3_RMS, E4M3_RMS)
     assert relative(dw, x.T @ g) <= worst * in_squares(E4M3_RMS, E4M3_RMS, E4M3_RMS)
+
+
+def test_what_is_redone_enters_the_weight_gradient_of_blocks_rounded_once():
+    """dW = q(H^T) q(dY^T)^T in groups along the rows, of H as redone from its stash, not of the FP8 that was multiplied."""
+    x, w, g = data(200, 256, 136)
+    recipe = recipes.blocks()
+    _, pull = jax.vjp(lambda w: ops.linear([x], [w], recipe, prologue=ops.Prologue(lambda x: x, recipe.nonlinear_input))[0], w)
+    h = dequantize(quantize(x, recipe.nonlinear_input))
+    left, right = (product.quantize_transposed(*pair) for pair in ((h, recipe.linear_input), (g, recipe.gradient)))
+    assert bool((pull(g)[0] == product.scaled_product(left, right)).all())
 
 
 @pytest.mark.plan
