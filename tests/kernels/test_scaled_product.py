@@ -128,6 +128,15 @@ def test_zeros_give_zeros_and_a_nan_stays_in_its_row_or_column():
             assert np.all(np.asarray(y)[9][~where[9]] == 0)
 
 
+@interpreted
+def test_vmap_is_a_loop_of_products():
+    parts, b = [whole((16, 256), GROUPS, seed) for seed in range(2)], whole((24, 256), BLOCKS, 1)
+    many = jax.tree.map(lambda *xs: jnp.stack(xs), *parts)
+    want = jnp.stack([scaled_product(a, b, implementation="xla") for a in parts])
+    for name in ("interpret", "xla", None):
+        same_bytes(jax.jit(jax.vmap(lambda a, name=name: scaled_product(a, b, implementation=name)))(many), want)
+
+
 def test_what_does_not_contract_is_refused():
     a, b = whole((8, 256), GROUPS, 0), whole((8, 256), BLOCKS, 1)
     with pytest.raises(ValueError, match=r"give \(m, k\) and \(n, k\)"):
