@@ -69,9 +69,9 @@ def group_map(
 
     def launch(*flat):
         leaves, scalars, shared = jax.tree.unflatten(tree, flat)
-        padded = [tuple(Tiles.pad(x, axis) for x in leaf) for leaf in leaves]
+        tiles = Tiles.of(axis, leaves[0], columns, row)
+        padded = [tuple(map(tiles.pad, leaf)) for leaf in leaves]
         structs = tuple(tuple(Struct(x.shape, x.dtype) for x in leaf) for leaf in padded)
-        tiles = Tiles.of(axis, structs[0], columns, row)
         values = next(i for i, x in enumerate(leaves[0]) if x.ndim == 1 - axis)
         widths = tuple(leaf[values].shape[-1] for leaf in leaves)
 

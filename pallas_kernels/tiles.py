@@ -15,8 +15,8 @@ Shape = tuple[int, ...]
 
 PIECE = 256
 """Groups that the copy engine takes in one piece."""
-COLUMNS = 128
-"""Columns that the copy engine takes in one piece of one byte each."""
+ROWS = 16
+"""Groups whose numbers, of one byte or more each, the copy engine stores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Tiles:
         widths = [a.shape[-1] if axis == -1 else a.shape[-2] for a in operands if a.ndim == 1 - axis]
         elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 2048
         if row is not None:
-            least = 8 // math.gcd(row, 8)  # rows whose groups the copy engine takes, 16 bytes of numbers per group or more
+            least = ROWS // math.gcd(row, ROWS)
             return cls(axis, row * max(1, 4096 // (row * max(widths) * least)) * least, row)
         if axis == -2:
-            extent = next((n for n in (256, 128, 64, 32) if n * max(widths) <= elements), 16)
+            extent = next((n for n in (128, 64, 32) if n * max(widths) <= elements), 16)
         else:
             least = max(backend.rows_per_warpgroup(width) for width in widths)
             extent = min(PIECE, max(least, elements // max(widths) // least * least))
@@ -102,8 +102,7 @@ class Tiles:
         if self.axis == -1:
             row, column = tile * self.extent, jnp.int32(0)
         else:
-            padded = (columns + COLUMNS - 1) // COLUMNS * COLUMNS
-            tiles = (padded + self.extent - 1) // self.extent
+            tiles = (columns + self.extent - 1) // self.extent
             row, column = (tile // tiles) * shape[0], (tile % tiles) * self.extent
         row, column, columns = (jnp.asarray(x, jnp.int32).astype(jnp.uint32) for x in (row, column, columns))
         return (row + rows) * columns + (column + across)
@@ -116,10 +115,12 @@ class Tiles:
             found.setdefault((self.part,), found[shape].reduce(self.axis % 2))
         return found
 
-    @staticmethod
-    def pad(array: jax.Array, axis: int) -> jax.Array:
-        """The operand with groups in eights, or columns in 128s, as the copy engine wants them. Most have; else this copies."""
-        place, multiple = (0, 8) if axis == -1 else (array.ndim - 1, COLUMNS)
+    def pad(self, array: jax.Array) -> jax.Array:
+        """The operand with groups in sixteens, or columns in whole tiles. Most have; else this copies.
+
+        The copy engine stores contiguous numbers in 16s of bytes, and stops at the end of an array, not at that of a row.
+        """
+        place, multiple = (0, ROWS) if self.axis == -1 else (array.ndim - 1, self.extent)
         short = -array.shape[place] % multiple
         return jnp.pad(array, [(0, short if i == place else 0) for i in range(array.ndim)]) if short else array
 

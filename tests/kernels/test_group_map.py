@@ -8,6 +8,7 @@ import pytest
 from coat_jax.quant import E4M3, E5M2, INT8, UINT8, LogRange, PerGroup, PowerExpansion, QuantSpec, Softsign, codec, rounding
 from pallas_kernels import backend
 from pallas_kernels.group_map import group_map
+from pallas_kernels.tiles import Tiles
 
 interpreted = pytest.mark.skipif(not backend.can_interpret, reason="the interpreter came with jax 0.12")
 
@@ -89,6 +90,19 @@ def test_vmap_is_more_groups_or_a_loop():
 def test_what_it_cannot_do_is_said():
     with pytest.raises(ValueError, match="groups of 6 elements"):
         group_map(lambda x: (x,), [(jnp.ones((8, 6)),)], name="six")
+
+
+@pytest.mark.parametrize("size", [4, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_numbers_per_group_are_stored_in_sixteens_and_never_beyond_a_row(axis, size):
+    """A device stores contiguous numbers 16 bytes at a time and stops at the end of an array: a tile ends where a row does."""
+    for count in (1, 24, 136, 384):
+        values = jax.ShapeDtypeStruct((count, size) if axis == -1 else (3, size, count), jnp.bfloat16)
+        tiles = Tiles.of(axis, (values,))
+        padded = jax.eval_shape(tiles.pad, values).shape
+        groups = padded[0] if axis == -1 else padded[-1]
+        assert groups % 16 == 0 and tiles.extent % 16 == 0 and 0 <= groups - count < max(16, tiles.extent)
+        assert axis == -1 or groups % tiles.extent == 0
 
 
 SPECS = [
