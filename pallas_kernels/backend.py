@@ -84,6 +84,9 @@ def rows_per_warpgroup(width: int) -> int:
 def rows_layout(width: int, rows: int) -> Any:
     """Registers of a (rows, width) tile in which a row lies in the lanes of one warp; rows of 8, 16, ..."""
     lanes, neighbours = _row_in_lanes(width, rows)
+    if lanes == 32:  # a warp has one row
+        tiling = plgpu.Tiling(((4, 32 * neighbours), (neighbours,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     tiling = plgpu.Tiling(((128 // lanes, neighbours * lanes), (32 // lanes, neighbours * lanes), (neighbours,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

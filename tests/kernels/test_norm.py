@@ -167,13 +167,13 @@ def test_before_products_a_norm_is_a_kernel_where_a_recipe_names_them():
 
 @pytest.mark.plan
 def test_left_to_the_library_a_norm_by_itself_is_a_kernel_on_a_hopper_gpu():
-    """Forward and backward two launches, and the sum of what the programs have summed."""
+    """Two launches, one forward, one backward. Rows of 52 groups have another register layout than those of 8, 16, ..."""
     from coat_jax.plan import compile_for
 
     def gradient(x, weight, dy):
-        return jax.vjp(lambda x, weight: ops.rms_norm(x, weight, recipes.coat()), x, weight)[1](dy)
+        return jax.vjp(lambda x, weight: ops.rms_norm(x, weight, recipes.lean()), x, weight)[1](dy)
 
-    x, weight = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048,), jnp.float32)
+    x, weight = jax.ShapeDtypeStruct((4096, 6656), jnp.bfloat16), jax.ShapeDtypeStruct((6656,), jnp.float32)
     text = compile_for("h100", gradient, x, weight, x).text
     assert len(re.findall(r"custom_call_target=\S*mosaic_gpu", text)) == 2
 
