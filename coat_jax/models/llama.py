@@ -175,7 +175,9 @@ class Llama(WithRecipe, nn.Module):
         dtypes = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         self.embed = FP8Embed(c.vocab_size, c.hidden, embedding_init=init, recipe=self.recipe, **dtypes)
         layer = nn.remat(Layer, policy=self.remat, prevent_cse=False) if callable(self.remat) else Layer
-        scan = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
+        scan = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers, check_constancy_invariants=False
+        )
         self.layers = scan(**layer_options(c, self.recipe), input_only=self.remat == "layer")
         self.norm = NormPrologue(c.norm, c.norm_eps, c.param_dtype)
         if not c.tied_head:
