@@ -48,7 +48,8 @@ def group_map(
       shared: (row, width) arrays; fn gets them for every row as `shared`, functions without arguments.
       aliases: result -> operand of the same shape and dtype whose buffer it takes.
       row: with axis -1, how many groups make a row of the one leaf, of which fn then sees one at a time: (row, width) and
-        (row,). A multiple of 4, or of 8 for groups of fewer than 32 elements; None for groups that do not.
+        (row,). So many that numbers per group of a row take 16, 32, ... bytes; of 16 elements a multiple of 8. None for groups
+        that make no rows.
       sums: how many of fn's results, the last ones, (row, width) and float32, are summed over the rows.
       numbered: give fn `numbers`, a function without arguments: the uint32 row-major number of every element in its operand.
         (A function, so that they take registers only from where they are used.)
@@ -70,7 +71,7 @@ def group_map(
     def launch(*flat):
         leaves, scalars, shared = jax.tree.unflatten(tree, flat)
         tiles = Tiles.of(axis, leaves[0], columns, row)
-        padded = [tuple(map(tiles.pad, leaf)) for leaf in leaves]
+        padded = [tuple(leaf if row else map(tiles.pad, leaf)) for leaf in leaves]
         structs = tuple(tuple(Struct(x.shape, x.dtype) for x in leaf) for leaf in padded)
         values = next(i for i, x in enumerate(leaves[0]) if x.ndim == 1 - axis)
         widths = tuple(leaf[values].shape[-1] for leaf in leaves)

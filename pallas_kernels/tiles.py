@@ -1,7 +1,6 @@
 """How arrays of groups are cut into tiles: shapes, places, register layouts, and what the copy engine asks of them."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -43,8 +42,7 @@ class Tiles:
         widths = [a.shape[-1] if axis == -1 else a.shape[-2] for a in operands if a.ndim == 1 - axis]
         elements = 8192 if sum(a.dtype.itemsize for a in operands) <= 6 else 2048
         if row is not None:
-            least = ROWS // math.gcd(row, ROWS)
-            return cls(axis, row * max(1, 4096 // (row * max(widths) * least)) * least, row)
+            return cls(axis, row * max(1, 4096 // (row * max(widths))), row)
         if axis == -2:
             extent = next((n for n in (128, 64, 32) if n * max(widths) <= elements), 16)
         else:

@@ -68,8 +68,8 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, recipe: Recipe, *, eps: flo
       An array of x's shape.
 
     Raises:
-      ValueError: the recipe names kernels, and there is none for such rows: kernels take 512, 1024, ... 8192 features in groups
-        of 128, fewer in smaller groups.
+      ValueError: the recipe names kernels, and there is none for such rows: kernels take 1024, 2048, ... 8192 bfloat16
+        features in groups of 128 with bfloat16 scales, and multiples of fewer in smaller groups.
 
     Example:
       >>> import jax.numpy as jnp

@@ -17,7 +17,7 @@ from coat_jax.quant.quantize import merge_codes, split_codes
 Mean = Callable[[jax.Array], jax.Array]
 
 WIDEST = 8192
-"""Elements of a row that a kernel holds in registers."""
+"""Elements of a row that a multiprocessor has the registers and the shared memory for."""
 
 
 def mean_of_row(x: jax.Array) -> jax.Array:
@@ -37,21 +37,26 @@ def mean_of_groups(x: jax.Array) -> jax.Array:
     return mean
 
 
-def row_refusal(spec: QuantSpec, shape: tuple[int, ...]) -> str | None:
-    """Why no kernel takes rows of an array of `shape` that is kept as `spec`, or None."""
-    groups = Groups.of(spec.granularity, shape)
+def row_refusal(spec: QuantSpec, x: Any, params: Sequence[Any] = ()) -> str | None:
+    """Why no kernel takes the rows of x, an array or a `QuantizedArray`, kept as `spec`, or these parameters; or None."""
+    groups = Groups.of(spec.granularity, x.shape)
     if groups.axes != (-1,):
         return "has kernels for rows that are kept in groups along them only"
     if reason := refusal(groups):
         return reason
-    width, features = max(groups.tile), shape[-1]
+    width, features = max(groups.tile), x.shape[-1]
     if width not in (16, 32, 64, 128, 256):
         return f"has kernels for rows in groups of 16, 32, ... 256 elements, not of {width}"
-    multiple = width * (4 if width > 16 else 8)
+    stored = 1 if spec.has_exponent else spec.scale_dtype.itemsize  # copies of numbers per group are of 16, 32, ... bytes
+    multiple = width * max(16 // stored, 8 if width == 16 else 4)
     if features % multiple or features > WIDEST:
         return (
             f"has kernels for rows of {multiple}, {2 * multiple}, ... {WIDEST} elements in groups of {width}, not of {features}"
         )
+    if other := [str(p.shape) for p in params if p is not None and p.shape != (features,)]:
+        return f"has kernels for parameters of shape ({features},), not of {', '.join(other)}"
+    if np.dtype(x.dtype).itemsize != 2:
+        return f"has kernels for rows of 16-bit numbers, not of {x.dtype}"
     return "has no kernel that rounds rows stochastically" if spec.rounding is Rounding.STOCHASTIC else None
 
 
@@ -76,7 +81,7 @@ class RowFunction(Stashable):
     ) -> tuple[Any, tuple[Kept, ...]]:
         """y and the stash of x; as a kernel it reads x and writes y, payload and scales."""
         [x], [spec] = inputs, specs
-        if self.by_xla(implementation, spec, x.shape):
+        if not jnp.issubdtype(x.dtype, jnp.floating) or self.by_xla(implementation, spec, x, params):
             return super().forward(inputs, params, specs, implementation)
         assert spec is not None
         groups = Groups.of(spec.granularity, x.shape)
@@ -100,7 +105,7 @@ class RowFunction(Stashable):
     ) -> tuple[Callable[[], Any], Callable[[Any], tuple[Any, ...]]]:
         """y, and from dy the gradients; as kernels they read payload, scales and dy, and write y or dx."""
         [stash] = kept
-        if not isinstance(stash, QuantizedArray) or self.by_xla(implementation, stash.spec, stash.shape):
+        if not isinstance(stash, QuantizedArray) or self.by_xla(implementation, stash.spec, stash, params):
             return super().redo(kept, params, implementation)
         q = restore_quantized(stash)
 
@@ -139,7 +144,7 @@ class RowFunction(Stashable):
             lambda dy: choose(pull_kernel, pull, q, params, dy, **options),
         )
 
-    def by_xla(self, implementation: Chosen, spec: QuantSpec | None, shape: tuple[int, ...]) -> bool:
+    def by_xla(self, implementation: Chosen, spec: QuantSpec | None, x: Any, params: Sequence[Any]) -> bool:
         """Whether plain JAX is chosen.
 
         Raises:
@@ -147,7 +152,7 @@ class RowFunction(Stashable):
         """
         if spec is None or (implementation is None and not self.alone):
             return True
-        return Implementation.resolve(implementation, "norm", row_refusal(spec, shape)) is Implementation.XLA
+        return Implementation.resolve(implementation, "norm", row_refusal(spec, x, params)) is Implementation.XLA
 
     def of_row(self, x: jax.Array, *params: jax.Array | None) -> jax.Array:
         """fn of one row that lies in groups, as a kernel sees it."""

@@ -68,14 +68,19 @@ def in_groups(fn, size):
 
 @interpreted
 @pytest.mark.parametrize(
-    "norm, shape, size", [("rms", (3, 5, 256), 16), ("layer", (6, 512), 128), ("layer, fast", (2, 2048), 32)]
+    "norm, shape, size", [("rms", (3, 5, 256), 16), ("layer", (6, 1024), 128), ("layer, fast", (2, 2048), 32)]
 )
 def test_interpreted_bytes_are_those_of_plain_jax(norm, shape, size):
-    """Sums over rows are left out: of these a kernel has one per program. See below."""
+    """The stash to the byte. Elsewhere the compiler may fuse a product with a sum in one of two programs and not in the other:
+    some ten roundings of 2^-24, each of which takes a value over a boundary of bf16, 2^-8 apart, once in 2^15 or so. Sums over
+    rows are left out: of these a kernel has one per program. See below."""
     fn, params = NORMS[norm]
     args = arguments(shape, params)
     (y, q, again, (dx, *_)), (y1, q1, again1, (dx1, *_)) = step(fn, size, "interpret")(*args), in_groups(fn, size)(*args)
-    same_bytes((y, q, again, dx), (y1, q1, again1, dx1))
+    same_bytes(q, q1)
+    for got, want in ((y, y1), (again, again1), (dx, dx1)):
+        steps = np.abs(np.asarray(got).view(np.int16).astype(int) - np.asarray(want).view(np.int16))
+        assert steps.max() <= 1 and np.mean(steps) < 2e-3
 
 
 def distance(a, b):
@@ -86,7 +91,7 @@ def distance(a, b):
 
 @interpreted
 @settings(max_examples=3, deadline=None, phases=[Phase.generate])
-@given(norm=st.sampled_from(list(NORMS)), rows=st.integers(1, 9), blocks=st.integers(1, 5), size=st.sampled_from([16, 64]))
+@given(norm=st.sampled_from(list(NORMS)), rows=st.integers(1, 9), blocks=st.integers(1, 5), size=st.sampled_from([16, 32]))
 def test_any_shape_agrees_with_xla_and_with_float64(norm, rows, blocks, size):
     """The stash to the byte: it is of x itself. The rest up to the order of sums, which moves a float32 statistic of n
     elements by at most n 2^-24 of it, here 1280 2^-24 < 2^-13, so that a bf16 result may be its neighbour, 2^-8 away."""
@@ -152,8 +157,8 @@ def test_an_op_takes_the_kernels_that_its_recipe_names(op, count):
 @interpreted
 def test_before_products_a_norm_is_a_kernel_where_a_recipe_names_them():
     """Without redoing, h is kept and the norm is not run again; with it, it is, from the stash."""
-    x, _, [scale] = arguments((4, 512), 1)
-    kernel = jnp.ones((512, 16), jnp.bfloat16)
+    x, _, [scale] = arguments((4, 1024), 1)
+    kernel = jnp.ones((1024, 16), jnp.bfloat16)
 
     def kernels(recipe):
         norm = ops.Prologue(ops.RowFunction(NORMS["rms"][0]), recipe.nonlinear_input, (scale,))
@@ -167,23 +172,40 @@ def test_before_products_a_norm_is_a_kernel_where_a_recipe_names_them():
 
 @pytest.mark.plan
 def test_left_to_the_library_a_norm_by_itself_is_a_kernel_on_a_hopper_gpu():
-    """Two launches, one forward, one backward. Rows of 52 groups have another register layout than those of 8, 16, ..."""
+    """Two launches, one forward, one backward. Rows of 40 groups have another register layout than those of 16, 32, ..."""
     from coat_jax.plan import compile_for
 
     def gradient(x, weight, dy):
         return jax.vjp(lambda x, weight: ops.rms_norm(x, weight, recipes.lean()), x, weight)[1](dy)
 
-    x, weight = jax.ShapeDtypeStruct((4096, 6656), jnp.bfloat16), jax.ShapeDtypeStruct((6656,), jnp.float32)
+    x, weight = jax.ShapeDtypeStruct((4096, 5120), jnp.bfloat16), jax.ShapeDtypeStruct((5120,), jnp.float32)
     text = compile_for("h100", gradient, x, weight, x).text
     assert len(re.findall(r"custom_call_target=\S*mosaic_gpu", text)) == 2
 
 
 def test_other_rows_are_refused_with_the_reason():
-    assert row_refusal(spec_of(16), (4, 256)) is None
-    assert row_refusal(spec_of(128), (4, 6656)) is None
+    def refused(size, shape, *params, dtype=jnp.bfloat16, axis=-1):
+        structs = [jax.ShapeDtypeStruct(s, dtype) for s in (shape, *params)]
+        spec = QuantSpec(E4M3, PerGroup(size, axis=axis), scale_dtype=jnp.bfloat16)
+        return row_refusal(spec, structs[0], structs[1:])
+
+    assert refused(16, (4, 256), (256,)) is None
+    assert refused(128, (4, 5120)) is None
+    assert refused(128, (4, 6656)) is not None and refused(16, (4, 6656)) is None
     with pytest.raises(
-        ValueError, match="rows of 512, 1024, ... 8192 elements in groups of 128, not of 640; use None or 'xla'"
+        ValueError, match="rows of 1024, 2048, ... 8192 elements in groups of 128, not of 640; use None or 'xla'"
     ):
         jax.grad(lambda x: ops.rms_norm(x, None, recipes.lean().replace(implementation="interpret")).sum())(jnp.ones((2, 640)))
-    assert "not of 4" in row_refusal(spec_of(4), (4, 256))
-    assert "along them only" in row_refusal(QuantSpec(E4M3, PerGroup(16, axis=-2)), (256, 256))
+    assert "not of 4" in refused(4, (4, 256))
+    assert "along them only" in refused(16, (256, 256), axis=-2)
+    assert "parameters of shape (256,), not of (1,)" in refused(16, (4, 256), (1,))
+    assert "16-bit numbers, not of float32" in refused(16, (4, 256), dtype=jnp.float32)
+
+
+def test_what_no_kernel_takes_is_left_to_xla_unless_a_kernel_is_asked_for():
+    """Rows of another width, a parameter for all features, integers: as before there were kernels."""
+    coat, xla = recipes.coat(), recipes.coat().replace(implementation="xla")
+    for x, weight in ((jnp.ones((2, 70)), None), (jnp.ones((2, 256)), jnp.ones(1)), (jnp.ones((2, 256), jnp.int32), None)):
+        same_bytes(*(jax.jit(lambda x, r=r, w=weight: ops.rms_norm(x, w, r, dtype=jnp.float32))(x) for r in (coat, xla)))
+    q = jax.vjp(lambda x: ops.rms_norm(x, None, coat, dtype=jnp.float32), jnp.ones((2, 256), jnp.int32))[0]
+    assert q.dtype == jnp.float32
