@@ -61,8 +61,8 @@ def refusal(groups: Groups, *, blocks: bool = False) -> str | None:
     if groups.axes not in ((-1,), (-2,), *([(-3, -1)] if blocks else [])):
         return "has kernels for groups along the last axis or the one before only"
     width = max(groups.tile)
-    if width % 4 or width > 256:
-        return f"has kernels for groups of 4, 8, ... 256 elements, not of {width}"
+    if width % 16 or width > 256:  # the copy engine takes rows of 16 bytes, and the narrowest elements have one
+        return f"has kernels for groups of 16, 32, ... 256 elements, not of {width}"
     return None if 0 not in groups.shape else "has no kernel for an empty array"
 
 

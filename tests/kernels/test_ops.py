@@ -105,7 +105,7 @@ def test_what_cannot_run_is_refused_with_the_reason():
         stash(x, ops.silu, COAT.replace(implementation="pallas"))
     with pytest.raises(ValueError, match="no kernel with an error function, which approximate=True does without"):
         stash(x, functools.partial(ops.gelu, approximate=False), interpret)
-    with pytest.raises(ValueError, match="groups of 4, 8, ... 256 elements, not of 6"):
+    with pytest.raises(ValueError, match="groups of 16, 32, ... 256 elements, not of 6"):
         stash(x, ops.silu, interpret.replace(nonlinear_input=QuantSpec(E4M3, PerGroup(6))))
 
 
