@@ -1,6 +1,6 @@
 """Differentiable functions of plain arrays, bf16 or f32 at their faces, FP8 only in what they keep for the backward pass."""
 
-from coat_jax.ops.activation import add, gate_silu, gelu, gelu_function, multiply, silu, swiglu
+from coat_jax.ops.activation import add, add_quantized, gate_silu, gelu, gelu_function, multiply, silu, swiglu
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.embedding import embedding
@@ -20,6 +20,7 @@ __all__ = [
     "RowFunction",
     "Stashable",
     "add",
+    "add_quantized",
     "attention",
     "attention_linear",
     "cross_entropy",
