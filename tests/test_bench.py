@@ -18,7 +18,7 @@ from coat_jax.bench.ceilings import Ceilings
 from coat_jax.bench.check import compare
 from coat_jax.bench.row import Row
 from coat_jax.plan import devices, topology
-from coat_jax.plan.bench import Case, Sizes, cases, numbers
+from coat_jax.plan.cases import Case, Sizes, cases, numbers
 from pallas_kernels import backend
 from pallas_kernels.bench import Contender, by_turns
 

@@ -7,7 +7,7 @@ import pytest
 
 from coat_jax import cli
 from coat_jax.plan import doctor, topology
-from coat_jax.plan.bench import cases
+from coat_jax.plan.cases import cases
 from coat_jax.plan.doctor import Verdict
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax.bench.row import Row, Timed, ready
-from coat_jax.plan.bench import Sizes, numbers
+from coat_jax.plan.cases import Sizes, numbers
 from coat_jax.plan.devices import Device
 from pallas_kernels.bench import Contender, by_turns, median
 

@@ -14,7 +14,7 @@ from coat_jax.bench import calibrate, ceilings, subjects
 from coat_jax.bench.row import Clock, Row, shown
 from coat_jax.bench.subjects import Setting
 from coat_jax.plan import static, topology
-from coat_jax.plan.bench import LLAMA_7B, Case, cases
+from coat_jax.plan.cases import LLAMA_7B, Case, cases
 from coat_jax.train.provenance import compact, provenance
 
 BUDGET = 420.0

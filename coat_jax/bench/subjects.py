@@ -1,4 +1,4 @@
-"""What the bench times: the kernels of `coat_jax.plan.bench`, the Llama layer forward and backward, and the optimizer step."""
+"""What the bench times: the kernels of `coat_jax.plan.cases`, the Llama layer forward and backward, and the optimizer step."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from coat_jax.bench.check import Agreement, compare
 from coat_jax.bench.row import Row, Timed, ready
 from coat_jax.linen import FP8TransformerBlock
 from coat_jax.plan import roofline
-from coat_jax.plan.bench import Case, Sizes, numbers
+from coat_jax.plan.cases import Case, Sizes, numbers
 from coat_jax.plan.devices import Device
 from coat_jax.plan.program import Program
 from pallas_kernels.bench import Contender, by_turns, median

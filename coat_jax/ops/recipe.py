@@ -27,9 +27,9 @@ class Recipe:
         promote the sum of each 128 in any case.
       implementation: who computes what there are kernels for: "xla", "pallas", "interpret", or None, which takes kernels in
         programs for a Hopper GPU where a compiled Llama-2-7B step wants no more memory and moves fewer bytes with them:
-        functions element by element with their stashes do (50.17 GiB against 50.22, and 1.2 % fewer bytes), quantization by
-        itself does not, as XLA does it inside its neighbours. Attention, and products of operands with one scale each, are
-        cuDNN's, cuBLASLt's and XLA's in any case.
+        functions element by element with their stashes and products in blocks are; norms before products and quantization by
+        itself are left to XLA, which does them inside their neighbours. Attention, and products of operands with one scale
+        each, are cuDNN's, cuBLASLt's and XLA's in any case.
 
     Raises:
       TypeError: a role that is neither a `QuantSpec` nor None.

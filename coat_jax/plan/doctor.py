@@ -19,7 +19,7 @@ from rich.console import Console
 from coat_jax.bench.run import hopper
 from coat_jax.bench.subjects import Setting, checked
 from coat_jax.plan import static, topology
-from coat_jax.plan.bench import Case, Sizes, cases
+from coat_jax.plan.cases import Case, Sizes, cases
 from coat_jax.plan.compile import compile_for
 from coat_jax.train.provenance import provenance
 

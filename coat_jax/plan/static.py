@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from coat_jax.plan.bench import Case, cases
+from coat_jax.plan.cases import Case, cases
 from coat_jax.plan.compile import compile_for
 from coat_jax.plan.text import table
 from coat_jax.train.provenance import compact, provenance

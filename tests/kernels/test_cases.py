@@ -2,7 +2,7 @@
 
 import pytest
 
-from coat_jax.plan.bench import cases
+from coat_jax.plan.cases import cases
 
 
 @pytest.mark.plan

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from coat_jax.plan import bench, static
+from coat_jax.plan import cases, static
 
 
 @pytest.mark.plan
@@ -18,7 +18,7 @@ def test_a_row_is_printed_and_written(tmp_path, capsys):
 
 def test_the_recorded_table_has_every_kernel_within_5_percent_of_the_least_without_spills():
     recorded = json.loads((pathlib.Path(__file__).parents[1] / "results" / "kernels_static.json").read_text())["rows"]
-    assert [row["name"] for row in recorded] == [case.name for case in bench.cases()]
-    for row, case in zip(recorded, bench.cases(), strict=True):
+    assert [row["name"] for row in recorded] == [case.name for case in cases.cases()]
+    for row, case in zip(recorded, cases.cases(), strict=True):
         assert row["spills"] == 0 and row["registers"] > 0
         assert row["wgmma"] if case.flops else row["least"] <= row["moved"] <= 1.05 * row["least"]
