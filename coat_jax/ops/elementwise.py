@@ -40,8 +40,7 @@ class Elementwise(Stashable):
     ) -> tuple[jax.Array, tuple[Kept, ...]]:
         """y, and FP8 of each input."""
         [spec, *others] = set(specs)
-        real = all(jnp.issubdtype(x.dtype, jnp.floating) for x in inputs)
-        if spec is None or others or not real:
+        if spec is None or others or not all(map(_at_most_float32, inputs)):
             return super().forward(inputs, params, specs, self._plain(implementation))
 
         def body(*inputs, encode, decode):
@@ -56,7 +55,7 @@ class Elementwise(Stashable):
     ) -> tuple[Callable[[], Any], Callable[[Any], tuple[Any, ...]]]:
         """y from the stash, and the gradients from the stash and dy."""
         stored = [restore_quantized(x) for x in kept if isinstance(x, QuantizedArray)]
-        if len(stored) < len(kept):
+        if len(stored) < len(kept) or not all(map(_at_most_float32, stored)):
             return super().redo(kept, params, self._plain(implementation))
         dtypes = [q.dtype for q in stored]
 
@@ -83,7 +82,14 @@ class Elementwise(Stashable):
         return one_pass(body, *args, spec=spec, operation="elementwise", implementation=implementation, refused=self.refused)
 
     def _plain(self, implementation: Chosen) -> Implementation | None:
-        return Implementation.resolve(implementation, "elementwise", "has kernels where every input is kept, in one spec")
+        return Implementation.resolve(
+            implementation, "elementwise", "has kernels for real numbers of at most 32 bits, kept in one spec"
+        )
+
+
+def _at_most_float32(x: Any) -> bool:
+    """Whether x is of real numbers that float32 holds."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -81,6 +81,18 @@ def test_swiglu_keeps_two_bytes_per_element_and_redoes_silu():
     assert sum(x.nbytes for x in kept) == 2 * 4 * (256 + 2 * 2)
 
 
+@pytest.mark.parametrize("act", [ops.silu, ops.gelu, lambda x, recipe: ops.swiglu(x, x, recipe)])
+def test_float64_goes_through_in_its_own_precision(act):
+    """JAX computes in 64 bits where it is told to; the stash alone is coarser."""
+    with jax.enable_x64(True):
+        x = jnp.linspace(-4.0, 4.0, 64, dtype=jnp.float64)
+        y, pull = jax.vjp(lambda x: act(x, recipes.coat()), x)
+        exact, exact_pull = jax.vjp(lambda x: act(x, recipes.bf16()), x)
+        [dx], [exact_dx] = pull(jnp.ones_like(y)), exact_pull(jnp.ones_like(y))
+        assert y.dtype == dx.dtype == jnp.float64
+        assert relative(y, exact) < 1e-14 and relative(dx, exact_dx) < 0.1  # a code of E4M3 is off by 1/16 at most
+
+
 def test_shapes_that_differ_are_refused_by_name():
     with pytest.raises(ValueError, match=r"multiply: shapes \(2, 3\) and \(3,\) differ"):
         ops.multiply(jnp.ones((2, 3)), jnp.ones(3), recipes.coat())
