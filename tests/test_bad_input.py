@@ -27,6 +27,12 @@ CASES = {
         "implementation='triton'",
         "'xla'",
     ),
+    "empty implementation": (
+        lambda: quantize(jnp.ones(4), QuantSpec(E4M3, PerGroup(4)), implementation=""),
+        ValueError,
+        "implementation=''",
+        "'xla'",
+    ),
     "unknown recipe": (lambda: recipes.named("fp4"), ValueError, "'fp4'", "coat, lean"),
     "name of a recipe": (
         lambda: FP8Dense(4, recipe="coat"),

@@ -89,7 +89,7 @@ def quantize(
         groups.split(x),
         *seeds,
         operation="quantize",
-        implementation=implementation or Implementation.XLA,
+        implementation=Implementation.XLA if implementation is None else implementation,
         refused=_refusal(spec, groups, blocks=not stochastic),
     )
     codes = codec.Codes(*parts, *[None] * (3 - len(parts)))
@@ -126,7 +126,7 @@ def dequantize(
         lambda *parts: decode(*parts, axes=groups.axes),
         *(part for part in codes if part is not None),
         operation="dequantize",
-        implementation=implementation or Implementation.XLA,
+        implementation=Implementation.XLA if implementation is None else implementation,
         refused=_refusal(dataclasses.replace(q.spec, rounding=Rounding.NEAREST), groups, blocks=False),
     )
     return groups.merge(x)
