@@ -103,7 +103,7 @@ def plan(
     device: Annotated[str, typer.Option(help="h100, h200, or a JSON file that describes another.")] = "h100",
     batch: Annotated[int | None, typer.Option(help="Sequences of a step over all GPUs [one for each].")] = None,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
-    recipe: Annotated[str, typer.Option(help="lean, coat, bf16, or plain for plain Flax.")] = "lean",
+    recipe: Annotated[str, typer.Option(help="lean, coat, blocks, bf16, or plain for plain Flax.")] = "lean",
     codec: Annotated[str, typer.Option(help="Moments: coat, log_relative, ..., or optax for optax.adamw.")] = "coat",
     master: Annotated[str | None, typer.Option(help="bf16+8, bf16+16 or bf16-stochastic [none].")] = None,
     remat: Annotated[str, typer.Option(help="none, layer, or dots (with plain).")] = "none",

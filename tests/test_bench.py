@@ -171,6 +171,26 @@ def test_without_a_gpu_it_shows_the_static_table_and_says_so(monkeypatch, capsys
         run.run(output=run.Output(calibrate="device.json"))
 
 
+BAD = {
+    "a folder for a file": (lambda d: run.Output(json=str(d)), "is a folder"),
+    "no such folder": (lambda d: run.Output(calibrate=str(d / "no" / "x.json")), "there is no folder"),
+    "a description that plan would not read": (lambda d: run.Output(calibrate=str(d / "h200.txt")), "name ends in .json"),
+    "one file for both": (lambda d: run.Output(str(d / "x.json"), str(d / "x.json")), "a file of its own"),
+    "no kernel of that name": (lambda d: run.run("AdamX", run.Output(str(d / "kept.json"))), "use part of one of quantize"),
+    "no time": (lambda d: run.run(budget=float("nan")), "give the seconds"),
+    "rows of another day": (lambda d: run.run("AdamW", run.Output(str(d / "kept.json"))), "leave it out"),
+}
+
+
+@pytest.mark.parametrize(("call", "advice"), BAD.values(), ids=BAD)
+def test_what_cannot_be_done_is_refused_before_the_work_and_nothing_is_overwritten(call, advice, tmp_path, monkeypatch):
+    monkeypatch.setattr(topology, "missing", lambda: "no plug-in")
+    (tmp_path / "kept.json").write_text("mine")
+    with pytest.raises(ValueError, match=advice) as error:
+        call(tmp_path)
+    assert "\n" not in str(error.value) and (tmp_path / "kept.json").read_text() == "mine"
+
+
 BARE = """
 import runpy, sys
 

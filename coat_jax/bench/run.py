@@ -14,8 +14,8 @@ from coat_jax.bench import calibrate, ceilings, subjects
 from coat_jax.bench.row import Clock, Row, shown
 from coat_jax.bench.subjects import Setting
 from coat_jax.plan import static, topology
-from coat_jax.plan.cases import LLAMA_7B, Case, cases
-from coat_jax.train.provenance import compact, provenance
+from coat_jax.plan.cases import LLAMA_7B, Case, matching
+from coat_jax.train.provenance import check_file, compact, provenance
 
 BUDGET = 420.0
 """Seconds after which no row is begun, so that all ends within eight minutes."""
@@ -31,11 +31,21 @@ class Output:
       json: file for the rows, or None.
       calibrate: file for the device's description, or None.
       command: what was typed, for the record.
+
+    Raises:
+      ValueError: a file that cannot be written, or a description that `coat_jax.plan.devices.named` would not read.
     """
 
     json: str | None = None
     calibrate: str | None = None
     command: str = ""
+
+    def __post_init__(self):
+        for name in ("json", "calibrate"):
+            if (path := getattr(self, name)) is not None:
+                check_file(name, path)
+        if self.calibrate is not None and (self.calibrate == self.json or not self.calibrate.endswith(".json")):
+            raise ValueError(f"calibrate={self.calibrate!r}; give a file of its own, whose name ends in .json as plan wants it")
 
 
 def hopper() -> jax.Device | None:
@@ -56,9 +66,12 @@ def run(only: str = "", output: Output | None = None, budget: float = BUDGET) ->
       `Row`s, or `static.Row`s without a GPU.
 
     Raises:
-      ValueError: nothing to calibrate without a Hopper GPU.
+      ValueError: no kernel's name holds `only`, no time, or, without a Hopper GPU, nothing to calibrate or to compile with.
     """
     output = output or Output()
+    if not budget > 0:
+        raise ValueError(f"bench: budget={budget} s; give the seconds after which no row is begun")
+    matching(only)
     device = hopper()
     if device is not None:
         setting = Setting(LLAMA_7B, "pallas", secrets.randbits(31))
@@ -74,6 +87,8 @@ def _static(only: str, output: Output) -> list[static.Row]:
     if message := topology.missing():
         if not RECORDED.exists():
             raise ValueError(f"bench: {message}; without it there is no table to show")
+        if output.json:
+            raise ValueError(f"bench: json={output.json!r} would be what was compiled here, and {message}; leave it out")
         recorded = json_text.loads(RECORDED.read_text(encoding="utf-8"))
         print(f"Not compiled here ({message}): recorded on {recorded['date']} with jax {recorded['versions']['jax']}.")
         rows = [static.Row(**row) for row in recorded["rows"] if only in row["name"]]
@@ -103,7 +118,7 @@ def measured(
       ArithmeticError: after all rows are written, if a kernel's results are wrong.
     """
     clock = Clock(budget, lambda line: print(line, flush=True))
-    kernels = [case for case in (cases(setting.sizes) if chosen is None else chosen) if only in case.name]
+    kernels = matching(only, setting.sizes) if chosen is None else chosen
     with jax.default_device(device):
         base = calibrate.described(device.device_kind)
         most, rows = ceilings.measure(setting.sizes, base, **setting.timing)

@@ -78,6 +78,19 @@ def cases(sizes: Sizes = LLAMA_7B) -> tuple[Case, ...]:
     return (*_quantization(sizes), *_norms(sizes), *_activations(sizes), *_optimizer(sizes), *_products(sizes))
 
 
+def matching(only: str, sizes: Sizes = LLAMA_7B) -> tuple[Case, ...]:
+    """The kernels whose names hold `only`.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = tuple(case for case in cases(sizes) if only in case.name)
+    if not found:
+        kinds = dict.fromkeys(case.name.split(",")[0] for case in cases(sizes))
+        raise ValueError(f"only={only!r} is in no kernel's name; use part of one of {', '.join(kinds)}")
+    return found
+
+
 def numbers(key: jax.Array, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     """Random values over many octaves, of both signs."""
     key, other = jax.random.split(key)

@@ -14,7 +14,7 @@ from coat_jax.plan import search
 from coat_jax.plan.devices import GIB
 from coat_jax.plan.row import RESERVE_BYTES, Row
 from coat_jax.plan.setting import Setting
-from coat_jax.train.provenance import compact, provenance
+from coat_jax.train.provenance import check_file, compact, provenance
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc-cu12")
 
@@ -35,7 +35,7 @@ class Output:
       reserve_gib: what has to stay free for a step to fit.
 
     Raises:
-      ValueError: a negative reserve, or a file whose folder does not exist.
+      ValueError: a negative reserve, or a file that cannot be written.
     """
 
     json: str | None = None
@@ -46,8 +46,8 @@ class Output:
         if not self.reserve_gib >= 0:
             raise ValueError(f"reserve={self.reserve_gib} GiB; use 0 or more")
         for name, path in (("json", self.json), ("plot", self.plot)):
-            if path not in (None, "-") and not Path(path).parent.is_dir():
-                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(Path(path).parent)!r}")
+            if path is not None and path != "-":
+                check_file(name, path)
 
     @property
     def reserve_bytes(self) -> int:

@@ -28,7 +28,7 @@ class Setting:
 
     Attributes:
       model: a preset of `coat_jax.models.llama`.
-      recipe: "coat", "lean", "bf16", or "plain" for plain Flax.
+      recipe: a name of `coat_jax.recipes`, or "plain" for plain Flax.
       codec: a name of `coat_jax.codecs`, or "optax" for `optax.adamw`.
       master: how bf16 parameters keep small updates: a `coat_jax.optim.Master`, or None.
       remat: "none"; "layer": each layer is computed again from its input; "dots" (plain only): all but weight products.

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from coat_jax.plan.cases import Case, cases
+from coat_jax.plan.cases import Case, matching
 from coat_jax.plan.compile import compile_for
 from coat_jax.plan.text import table
 from coat_jax.train.provenance import compact, provenance
@@ -131,8 +131,13 @@ def shown(rows: Sequence[Row]) -> str:
 
 
 def run(*, only: str = "", json: str | None = None, command: str = "") -> list[Row]:
-    """Compiles the kernels whose names hold `only`, prints their table, and writes JSON to the file `json`."""
-    rows = [compiled(case) for case in cases() if only in case.name]
+    """Compiles the kernels whose names hold `only`, prints their table, and writes JSON to the file `json`.
+
+    Raises:
+      ValueError: no kernel's name holds `only`.
+      PlanError: the `plan` extra is not installed.
+    """
+    rows = [compiled(case) for case in matching(only)]
     print(NOTE + "\n\n" + shown(rows))
     if json:
         record = {**provenance(command, PACKAGES), "note": NOTE, "rows": [dataclasses.asdict(r) for r in rows]}

@@ -3,8 +3,10 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import coat_jax
@@ -21,6 +23,21 @@ def provenance(command: str, packages: tuple[str, ...] = PACKAGES) -> dict[str, 
         except importlib.metadata.PackageNotFoundError:
             continue
     return {"command": command, "date": datetime.date.today().isoformat(), "versions": versions}
+
+
+def check_file(option: str, path: str | Path) -> None:
+    """Refuses what could not be written later, before the work for it begins; the file is left as it is.
+
+    Raises:
+      ValueError: a folder, a file in a folder that does not exist, or one without permission to write.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}={str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise ValueError(f"{option}={str(path)!r} is a folder; give the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}={str(path)!r} cannot be written; give a file that you may write")
 
 
 def compact(results: Any) -> str:
