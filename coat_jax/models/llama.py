@@ -22,7 +22,10 @@ from flax import linen as nn
 from coat_jax import ops, recipes
 from coat_jax.linen import FP8Embed, FP8TransformerBlock, Kernel, NormPrologue, WithRecipe
 from coat_jax.ops import Recipe
-from coat_jax.parallel import batch_sharded
+from coat_jax.parallel import batch_sharded, batch_shards
+
+LOSS_CHUNK = 1024
+"""Tokens of one device whose logits exist at one time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +207,8 @@ class Llama(WithRecipe, nn.Module):
 
     def head_loss(self, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Mean cross entropy in nats per token, float32, of the residual stream behind the last layer."""
-        return ops.cross_entropy(self.last_norm(x), self.head_kernel(), targets)
+        chunk = LOSS_CHUNK * batch_shards()  # of tokens over all devices: each chunk ends in an exchange of the head's gradient
+        return ops.cross_entropy(self.last_norm(x), self.head_kernel(), targets, chunk=chunk)
 
     def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         """Mean cross entropy in nats per token, float32, of tokens and targets (batch, tokens)."""

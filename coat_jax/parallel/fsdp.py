@@ -52,12 +52,17 @@ def batch_spec() -> PartitionSpec:
     return PartitionSpec(AXIS)
 
 
+def batch_shards() -> int:
+    """How many devices share a batch: the size of "fsdp" where the mesh in use has that axis, else 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape.get(AXIS, 1)
+
+
 def batch_sharded(x: jax.Array) -> jax.Array:
     """x, its first axis sharded over "fsdp" where the mesh in use has that axis; x itself elsewhere.
 
     Between layers this keeps activations with their sequences, so that weights are gathered rather than activations.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AXIS not in mesh.axis_names or mesh.shape[AXIS] == 1:
+    if batch_shards() == 1:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(AXIS, *[None] * (x.ndim - 1)))
