@@ -11,7 +11,7 @@ import numpy as np
 from coat_jax.quant import codec
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.granularity import Groups
-from coat_jax.quant.implementation import Implementation, choose, group_map, refusal, shareable
+from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
 from coat_jax.quant.quantize import dequantize, quantize
 from coat_jax.quant.spec import QuantSpec
 from pallas_kernels.partition import Split
@@ -70,6 +70,7 @@ def one_pass(
 
     groups = Groups.of(spec.granularity, args[0].shape)
     axes = tuple(range(len(groups.shape)))
+    split = None if groups.ragged else Split((axes,) * len(leaves), (axes,) * len(jax.tree.leaves(like)))
     return choose(
         kernel,
         plain,
@@ -77,7 +78,7 @@ def one_pass(
         operation=operation,
         implementation=implementation,
         refused=refused or _refusal(args, spec, groups),
-        split=Split((axes,) * len(leaves), (axes,) * len(jax.tree.leaves(like))) if shareable(groups) else None,
+        split=split,  # a group of which several devices have a part is brought together first, as plain JAX does it
     )
 
 

@@ -121,6 +121,19 @@ def test_compiled_for_four_h100s_a_step_is_kernels_without_exchanges(axes, spec)
     assert program.alias_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, params))) / 4
 
 
+@pytest.mark.plan
+def test_compiled_for_four_h100s_an_activation_is_kernels_without_exchanges():
+    """Its 86 groups are no multiple of 4, and need not be: sequences are cut."""
+    from coat_jax.plan import compile_for
+
+    def gradients(gate, up):
+        return jax.grad(lambda *xs: ops.swiglu(*xs, recipes.lean()).astype(jnp.float32).sum(), (0, 1))(gate, up)
+
+    x = jax.ShapeDtypeStruct((8, 128, 11008), jnp.bfloat16)
+    program = compile_for("h100", gradients, x, x, gpus=4, in_shardings=(P("fsdp"), P("fsdp")))
+    assert program.text.count('custom_call_target="mosaic_gpu') == 2 and not program.collectives
+
+
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("b", "a")], ids=str)
 def test_devices_share_the_rows_or_the_contraction_of_a_product(spec, monkeypatch):
     """What Hopper GPUs would run on their parts, in plain JAX. Sums of four parts differ by their roundings to float32."""
