@@ -47,7 +47,7 @@ def launch(body: Callable[..., None], out_types: Sequence[Any], scratch: Sequenc
     cost = pl.CostEstimate(flops=options.pop("flops", 0), transcendentals=0, bytes_accessed=options.pop("bytes_moved"))
     threads = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "warpgroup"}
     shared = {} if warpgroups is None else {"collective_axes": "warpgroup"}
-    return pl.kernel(
+    call = pl.kernel(
         lambda *refs: pl.run_scoped(lambda *scratch_refs: body(*refs, *scratch_refs), *scratch, **shared),
         tuple(out_types),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), **threads),
@@ -56,6 +56,12 @@ def launch(body: Callable[..., None], out_types: Sequence[Any], scratch: Sequenc
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         **options,
     )
+
+    def in_32_bits(*args: Any) -> Any:
+        with jax.enable_x64(False):  # the body counts in 32 bits, also where a program's own integers have 64
+            return call(*args)
+
+    return in_32_bits
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

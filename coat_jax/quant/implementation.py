@@ -89,7 +89,7 @@ def choose(
     Raises:
       ValueError: an unknown implementation, or one that cannot run; for "pallas" on another device when it is compiled.
     """
-    chosen = Implementation.resolve(implementation, operation, refused)
+    chosen = Implementation.resolve(implementation, operation, refused or _of_64_bits(plain, args))
     if chosen is Implementation.XLA:
         return plain(*args)
     if chosen is Implementation.INTERPRET:
@@ -100,6 +100,15 @@ def choose(
     needs += "jax.shard_map; use None or 'xla'"
     required = None if chosen is None else needs
     return by_target(functools.partial(kernel, interpret=False), plain, *args, required=required, split=split)
+
+
+def _of_64_bits(plain: Callable[..., Any], args: Sequence[Any]) -> str | None:
+    """Why no kernel takes or gives such numbers, which there are where JAX is told to compute in 64 bits; or None."""
+    if jax.config.jax_enable_x64:
+        wide = [x.dtype for x in jax.tree.leaves((args, jax.eval_shape(plain, *args)))]
+        wide = [dtype for dtype in wide if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 4]
+        return f"has no kernel for {wide[0]}" if wide else None
+    return None
 
 
 def group_map(

@@ -42,6 +42,21 @@ def test_all_bfloat16_numbers():
     same_bytes(*(jax.jit(lambda x, i=i: quantize(x, spec, implementation=i))(x) for i in ("xla", "interpret")))
 
 
+@interpreted
+def test_kernels_count_in_32_bits_where_programs_have_64():
+    x, spec = numbers_like((3, 128)).astype(jnp.bfloat16), QuantSpec(E4M3, PerGroup(32))
+    with jax.enable_x64(True):
+        same_bytes(*(quantize(x, spec, implementation=i) for i in ("xla", "interpret")))
+
+
+def test_64_bit_numbers_are_refused():
+    with jax.enable_x64(True):
+        x, spec = jnp.ones((8, 128), jnp.float64), QuantSpec(E4M3, PerGroup(128))
+        for implementation in ("interpret", "pallas"):
+            with pytest.raises(ValueError, match="has no kernel for float64; use None or 'xla'"):
+                quantize(x, spec, implementation=implementation)
+
+
 def test_pallas_says_where_it_runs():
     x = jnp.ones((8, 128))
     with pytest.raises(ValueError, match="runs in programs for one Hopper GPU"):
@@ -77,6 +92,8 @@ def test_none_takes_the_kernel_where_the_target_is_a_hopper_gpu():
         return topologies.get_topology_desc(platform="cuda", topology_name="gpu", target_config=text, topology=name).devices
 
     assert has_kernel(described(target))
+    with jax.enable_x64(True):
+        assert has_kernel(described(target))
     assert not has_kernel(described(target.replace("major: 9", "major: 8")))
     assert not has_kernel(described(target.replace("major: 9", "major: 10")))
     assert not has_kernel(jax.devices("cpu"))
