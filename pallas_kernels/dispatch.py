@@ -44,6 +44,8 @@ def by_target(kernel: Function, plain: Function, *args: Any, required: str | Non
       ValueError: `required`, where it is given and the program does not take the kernel.
     """
     flat, tree = jax.tree.flatten(args)
+    if required is None and any(axis is not None for x in flat for axis in jax.typeof(x).sharding.spec):
+        return plain(*args)  # shardings that are part of types, `AxisType.Explicit`, are known to JAX's own functions alone
     out = jax.tree.structure(jax.eval_shape(plain, *args))
 
     def of_flat(function: Function) -> Function:

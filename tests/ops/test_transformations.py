@@ -90,6 +90,18 @@ def test_eight_devices_see_one_amax():
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * float(jnp.abs(b).max()))  # sums over devices in another order
 
 
+def test_explicit_axes_are_kept_by_norms_and_activations_and_refused_by_products():
+    """The axes that `jax.make_mesh` makes where it is not told otherwise."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+        for op in (ops.silu, lambda x, recipe: ops.rms_norm(x, None, recipe)):
+            y, pull = jax.vjp(lambda x, op=op: op(x, recipes.lean()), x)
+            assert jax.typeof(y) == jax.typeof(pull(y)[0]) == jax.typeof(x)
+        with pytest.raises(ValueError, match="lies on Explicit axes of a mesh; for gradients"):
+            jax.grad(lambda x: block(recipes.coat(), x, *parameters()).sum())(x)
+
+
 def test_second_derivatives_exist_where_nothing_is_quantized():
     f = lambda x: ops.swiglu(x, x, recipes.bf16()).sum()  # noqa: E731
     assert bool(jnp.isfinite(jax.hessian(f)(jnp.ones(3))).all())
