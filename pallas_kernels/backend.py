@@ -24,7 +24,8 @@ has_sqrt = jax.__version_info__ >= (0, 12)
 """Whether the backend lowers a square root; before, it is x times the reciprocal root."""
 can_mix_formats = jax.__version_info__ >= (0, 11)
 """Whether the tensor cores can be given E4M3 and E5M2 in one product."""
-_LOAD_INDEX = () if "idx" not in inspect.signature(plgpu.load).parameters else ((),)
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_LOAD_INDEX = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
 
 
 def launch(body: Callable[..., None], out_types: Sequence[Any], scratch: Sequence[Any], grid: dict[str, int], **options: Any):
