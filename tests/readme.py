@@ -53,7 +53,7 @@ def gain() -> str:
             [
                 "its largest batch on one H100",
                 f"{fits[plain]} sequence; {fits[dots]} with the policy",
-                f"**{fits[lean]}**; **{fits[fused]}** with the optimizer in the backward pass",
+                f"**{fits[lean]}**" + (f"; **{fits[fused]}** with the optimizer in the backward pass" if fits[fused] else ""),
                 "compiled",
             ],
             ["AdamW's moments of f32 parameters", "8 B/parameter", f"**{state:.2f}** B/parameter", "measured"],

@@ -17,7 +17,7 @@ from coat_jax.bench import calibrate, ceilings, run, subjects
 from coat_jax.bench.ceilings import Ceilings
 from coat_jax.bench.check import compare
 from coat_jax.bench.row import Row
-from coat_jax.plan import devices, topology
+from coat_jax.plan import command, devices, paper, topology
 from coat_jax.plan.cases import Case, Sizes, cases, numbers
 from pallas_kernels import backend
 from pallas_kernels.bench import Contender, by_turns
@@ -176,6 +176,11 @@ BAD = {
     "no such folder": (lambda d: run.Output(calibrate=str(d / "no" / "x.json")), "there is no folder"),
     "a description that plan would not read": (lambda d: run.Output(calibrate=str(d / "h200.txt")), "name ends in .json"),
     "one file for both": (lambda d: run.Output(str(d / "x.json"), str(d / "x.json")), "a file of its own"),
+    "a picture of no known kind": (lambda d: command.Output(plot=d / "x.nonesuch"), "ends in one of .png"),
+    "a table that is no JSON": (
+        lambda d: paper.run(d / "kept.json", output=command.Output(), typed=""),
+        "holds no rows to continue",
+    ),
     "no kernel of that name": (lambda d: run.run("AdamX", run.Output(str(d / "kept.json"))), "use part of one of quantize"),
     "no time": (lambda d: run.run(budget=float("nan")), "give the seconds"),
     "rows of another day": (lambda d: run.run("AdamW", run.Output(str(d / "kept.json"))), "leave it out"),

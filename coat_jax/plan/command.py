@@ -18,6 +18,9 @@ from coat_jax.train.provenance import check_file, compact, provenance
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc-cu12")
 
+PICTURES = (".png", ".pdf", ".svg")
+"""Kinds of files that a picture is written as."""
+
 LEFT_OUT = (
     "Compiled: XLA's plan for the device, not a measurement. It leaves out the CUDA context, workspaces of cuBLAS and NCCL, "
     "and fragmentation. redone: share of the needed operations that is done twice. k tok/s: thousands of tokens per second and "
@@ -31,11 +34,11 @@ class Output:
 
     Attributes:
       json: a file for the rows, "-" for standard output, or None.
-      plot: a PNG file for the picture, or None.
+      plot: a file for the picture, of one of the kinds in `PICTURES`, or None.
       reserve_gib: what has to stay free for a step to fit.
 
     Raises:
-      ValueError: a negative reserve, or a file that cannot be written.
+      ValueError: a negative reserve, a file that cannot be written, or a picture of an unknown kind.
     """
 
     json: str | None = None
@@ -48,6 +51,8 @@ class Output:
         for name, path in (("json", self.json), ("plot", self.plot)):
             if path is not None and path != "-":
                 check_file(name, path)
+        if self.plot is not None and Path(self.plot).suffix.lower() not in PICTURES:
+            raise ValueError(f"plot={str(self.plot)!r}; give a name that ends in one of {', '.join(PICTURES)}")
 
     @property
     def reserve_bytes(self) -> int:

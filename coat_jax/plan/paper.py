@@ -68,7 +68,10 @@ def run(path: Path, *, output: command.Output, typed: str, fit: bool = True) -> 
     """
     document = provenance(typed, command.PACKAGES) | {"rows": []}
     if path.exists():
-        document = json.loads(path.read_text())
+        try:
+            document = json.loads(path.read_text())
+        except ValueError:  # not JSON, or not text
+            document = {}
         if not isinstance(document, dict) or "rows" not in document:
             raise ValueError(f"table: {str(path)!r} holds no rows to continue; give another file")
     done = {key(row) for row in document["rows"]}
