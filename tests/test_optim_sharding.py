@@ -108,3 +108,17 @@ def test_temporaries_compiled_for_an_h100_do_not_grow_with_the_number_of_leaves(
     few, many = (compile_for("h100", update_of(n)[0], *update_of(n)[1], donate_argnums=(1, 2)) for n in (2, 6))
     assert many.alias_bytes >= update_of(6)[2]
     assert many.temp_bytes <= 1.1 * few.temp_bytes
+
+
+def test_explicit_axes_are_refused_in_one_line():
+    """`optax.adamw` in their place takes them: a person who swaps it must be told, not shown a tracer's shardings."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    optimizer = coat_adamw(1e-3)
+    with jax.set_mesh(mesh):
+        params = {"kernel": jax.device_put(jnp.ones((64, 128)), jax.NamedSharding(mesh, P("data")))}
+        with pytest.raises(ValueError, match=r"coat_adamw: .* lies on Explicit axes of a mesh; make the mesh with"):
+            optimizer.init(params)
+        state = optimizer.init({"kernel": jnp.ones((64, 128))})
+        for step in (optimizer.update, optimizer.update_and_apply):
+            with pytest.raises(ValueError, match="lies on Explicit axes"):
+                jax.jit(step)(params, state, params)

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import STASH, Kept, keep_quantized, restore_quantized, stashed, unstashed
 from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
+from coat_jax.quant.implementation import refuse_explicit
 
 Operand = QuantizedArray | jax.Array
 
@@ -112,7 +113,7 @@ def products(
         return forward(h, kernels)[0]
 
     def forward(h, kernels):
-        refuse_explicit(h, *kernels)
+        refuse_explicit("linear, for gradients of FP8 products", h, *kernels)
         x = left(h)
         ys = [into(x, right(w), (1, 0), out=dtype).reshape(rows + f) for w, f in zip(kernels, features, strict=True)]
         return ys, (keep_operand(x, h if shared else None), kernels)
@@ -134,16 +135,6 @@ def products(
     op = jax.custom_vjp(run)
     op.defvjp(forward, backward)
     return op(h, kernels)
-
-
-def refuse_explicit(*arrays: jax.Array) -> None:
-    """Raises ValueError for shardings that are part of types: how gradients lie would have to be said for every product."""
-    for x in arrays:
-        if any(axis is not None for axis in jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"linear: {jax.typeof(x)} lies on Explicit axes of a mesh; for gradients of FP8 products make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,), one for each axis"
-            )
 
 
 def feature_shape(kernel: jax.Array, size: int) -> tuple[int, ...]:

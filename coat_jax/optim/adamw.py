@@ -15,6 +15,7 @@ from coat_jax.optim.master import Master, Weight
 from coat_jax.optim.moments import Draw, Rate
 from coat_jax.optim.step import Adam, Leaf, Stepper, groups_of, in_turn, zeros
 from coat_jax.quant import Implementation
+from coat_jax.quant.implementation import refuse_explicit
 
 STATIC_ARGS = ("mask", "codec", "quantize_filter", "min_size", "implementation", "master")
 """What decides structure, and so is static: optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS)."""
@@ -131,6 +132,7 @@ class AdamW:
         """The next parameters and the next state, in one pass over each leaf; `row` as in `scale_by_coat_adam`."""
         _refuse_float32_state(state[0])
         tree, stepper = Named.of(params), self.stepper(state)
+        refuse_explicit("coat_adamw", *tree.leaves)
         nothing = tree.structure.unflatten([None] * len(tree.leaves))
         compensation = nothing if self.master is None else state[3].compensation
         columns = tree.beside(grads, state[0].mu, state[0].nu, compensation)
@@ -238,6 +240,8 @@ def scale_by_coat_adam(
     def init(params: Any) -> CoatAdamState:
         tree = Named.of(params)
         rows = []
+        if codec.quantizes:
+            refuse_explicit("coat_adamw", *tree.leaves)
         for name, leaf in zip(tree.names, tree.leaves, strict=True):
             own = leaves.leaf_codec(name, leaf.shape, codec, patterns, min_size)
             rows.append((zeros(leaf.shape, own.mu), zeros(leaf.shape, own.nu)))
@@ -252,6 +256,7 @@ def scale_by_coat_adam(
             return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
         _refuse_float32_state(state)
         tree, stepper = Named.of(updates), Stepper.at(state.count, adam, codec)
+        refuse_explicit("coat_adamw", *tree.leaves)
         columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
         rows: list[Any] = []
         for name, grad, mu, nu in columns:
