@@ -1,5 +1,6 @@
 """The README tells the truth: its example runs, its figures are those of the committed results, its links lead somewhere."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import pytest
 import readme
 
+from coat_jax.plan import paper
 from coat_jax.plan.devices import GIB
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +88,13 @@ def test_on_four_gpus_lean_needs_two_fifths_of_plain_bf16():
     found = peaks("plan_paper")
     lean = found["lean, coat moments", 4]
     assert lean <= 0.42 * found["BF16, optax.adamw", 4] and lean <= 0.70 * found["BF16, optax.adamw, dots policy", 4]
+
+
+def test_the_papers_table_is_complete_and_states_the_largest_batch_on_one_gpu():
+    rows = readme.load("plan_paper")["rows"]
+    assert {paper.key(row) for row in rows} == {paper.key(dataclasses.asdict(setting)) for setting in paper.settings()}
+    assert all(row["error"] is None for row in rows)
+    assert all(row["largest_batch"] is not None for row in rows if row["gpus"] == 1)
 
 
 def test_links_lead_somewhere():
