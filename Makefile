@@ -13,7 +13,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/coat-jax compare
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 # One stamp for each set of extras; installed in place, so that the sources are read from here.
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python

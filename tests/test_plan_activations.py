@@ -13,7 +13,7 @@ from coat_jax import coat_adamw, ops, recipes
 from coat_jax.models import llama, plain
 from coat_jax.plan import compile_for
 
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.xdist_group("activations")]  # one process: they share compiled programs
 GIB = 2**30
 CONFIG = llama.preset("llama2-7b", param_dtype=jnp.bfloat16)
 SEQ = 2048
