@@ -5,7 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.quant import E4M3, E5M2, INT8, UINT8, LogRange, PerGroup, PowerExpansion, QuantSpec, Softsign, codec, rounding
+from coat_jax.quant import (
+    E4M3,
+    E5M2,
+    INT8,
+    UINT8,
+    LogRange,
+    PerGroup,
+    PowerExpansion,
+    QuantSpec,
+    Softsign,
+    codec,
+    dequantize,
+    quantize,
+    rounding,
+)
 from pallas_kernels import backend
 from pallas_kernels.group_map import group_map
 from pallas_kernels.tiles import Tiles
@@ -23,6 +37,13 @@ def same_bytes(got, want):
         assert a.dtype == b.dtype
         a, b = np.atleast_1d(a, b)
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def same_either_way(x, spec):
+    """Plain JAX and the interpreted kernels give the same codes of x, and the same values of the codes."""
+    q, r = (jax.jit(lambda x, i=i: quantize(x, spec, seed=5, implementation=i))(x) for i in ("xla", "interpret"))
+    same_bytes(q, r)
+    same_bytes(*(jax.jit(lambda q, i=i: dequantize(q, implementation=i))(q) for i in ("xla", "interpret")))
 
 
 def numbers_like(shape, seed=0):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from test_group_map import interpreted, numbers_like, same_bytes
+from test_group_map import interpreted, numbers_like, same_bytes, same_either_way
 
 from coat_jax.quant import E4M3, E5M2, PerBlock, PerGroup, PowerExpansion, QuantSpec, dequantize, quantize
 from pallas_kernels.dispatch import by_target
@@ -18,10 +18,7 @@ EXPANDED = QuantSpec(E4M3, PerGroup(128, axis=-2), PowerExpansion(), "stochastic
     "spec, shape", [(QuantSpec(E4M3, PerGroup(16), scale_dtype=jnp.bfloat16), (3, 5, 70)), (EXPANDED, (2, 256, 40))], ids=str
 )
 def test_interpreted_bytes_are_those_of_plain_jax(spec, shape):
-    x = numbers_like(shape).astype(jnp.bfloat16)
-    q, r = (jax.jit(lambda x, i=i: quantize(x, spec, seed=5, implementation=i))(x) for i in ("xla", "interpret"))
-    same_bytes(q, r)
-    same_bytes(*(jax.jit(lambda q, i=i: dequantize(q, implementation=i))(q) for i in ("xla", "interpret")))
+    same_either_way(numbers_like(shape).astype(jnp.bfloat16), spec)
 
 
 @interpreted

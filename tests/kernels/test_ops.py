@@ -10,11 +10,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from test_group_map import interpreted, numbers_like, same_bytes
+from test_group_map import interpreted, numbers_like, same_bytes, same_either_way
 from test_partition import COLLECTIVE, mesh_of, run_on
 
 from coat_jax import ops, recipes
-from coat_jax.quant import E4M3, E5M2, PerGroup, PerTensor, QuantSpec, dequantize, one_pass, quantize
+from coat_jax.quant import E4M3, E5M2, PerGroup, PerTensor, QuantSpec, one_pass, quantize
 from pallas_kernels import dispatch
 
 COAT = recipes.coat()
@@ -91,10 +91,7 @@ def test_the_oracle_agrees_with_what_a_kernel_keeps():
 @pytest.mark.parametrize("spec", [COAT.weight, COAT.gradient, QuantSpec(E5M2, PerTensor(), None, "stochastic")], ids=str)
 @pytest.mark.parametrize("shape", [(40, 256), (3, 5, 33), ()], ids=str)
 def test_one_scale_for_a_tensor(spec, shape):
-    x = numbers_like(shape).astype(jnp.bfloat16)
-    q, r = (jax.jit(lambda x, i=i: quantize(x, spec, seed=5, implementation=i))(x) for i in ("xla", "interpret"))
-    same_bytes(q, r)
-    same_bytes(*(jax.jit(lambda q, i=i: dequantize(q, implementation=i))(q) for i in ("xla", "interpret")))
+    same_either_way(numbers_like(shape).astype(jnp.bfloat16), spec)
 
 
 @interpreted
