@@ -22,6 +22,7 @@ from coat_jax.quant import (
 if TYPE_CHECKING:
     from coat_jax import ops as ops
     from coat_jax import recipes as recipes
+    from coat_jax.compiled import explain_memory as explain_memory
     from coat_jax.linen import FP8MLP as FP8MLP
     from coat_jax.linen import FP8Dense as FP8Dense
     from coat_jax.linen import FP8DenseGeneral as FP8DenseGeneral
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from coat_jax.optim import coat_adamw as coat_adamw
     from coat_jax.optim import codecs as codecs
     from coat_jax.optim import scale_by_coat_adam as scale_by_coat_adam
-    from coat_jax.plan import explain_memory as explain_memory
     from coat_jax.recipes import Recipe as Recipe
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ _HOME = {
     "Recipe": "coat_jax.recipes",
     "ops": "coat_jax.ops",
     "remat_policy": "coat_jax.ops",
-    "explain_memory": "coat_jax.plan",
+    "explain_memory": "coat_jax.compiled",
     "FP8Dense": "coat_jax.linen",
     "FP8RMSNorm": "coat_jax.linen",
     "FP8DenseGeneral": "coat_jax.linen",

@@ -30,21 +30,23 @@ def compare(
     data: Annotated[
         list[Path] | None, typer.Option(metavar="PATH...", help="Text files or folders [standard library].")
     ] = None,
-    arms: Annotated[str, typer.Option(help="What to train, BF16 first: names separated by commas.")] = "bf16,coat",
+    variants: Annotated[
+        str, typer.Option("--variants", "--arms", help="What to train, BF16 first: names with commas between.")
+    ] = "bf16,coat",
     preset: Annotated[str, typer.Option(help="Shape of the model.")] = "tiny",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 128,
     learning_rate: Annotated[float, typer.Option(help="The highest; a warm-up leads to it, a cosine to a tenth of it.")] = 4e-3,
     seed: Annotated[int, typer.Option(help="Initial values, order and split of the text.")] = 0,
-    fused: Annotated[bool, typer.Option("--fused", help="Update each layer inside the backward pass, in every arm.")] = False,
+    fused: Annotated[bool, typer.Option("--fused", help="Update each layer inside the backward pass, in all.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.png.")] = Path("out"),
 ) -> None:
     """Train the same Llama in BF16 and with COAT on real text, and show the two side by side."""
-    from coat_jax.train import compare as command
+    from coat_jax.studies import compare as command
 
-    names = tuple(name if name.endswith("+fused") or not fused else f"{name}+fused" for name in arms.split(","))
-    settings = command.Settings(preset, names, steps, batch, seq, seed, learning_rate)
+    names = tuple(name if name.endswith("+fused") or not fused else f"{name}+fused" for name in variants.split(","))
+    settings = command.StudyConfig(preset, names, steps, batch, seq, seed, learning_rate)
     command.run(settings, data=[*(data or ()), *(paths or ())], out=out, command=_typed())
 
 
@@ -54,7 +56,9 @@ def recipes(
     data: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="A text file or folder; repeatable [standard library].")
     ] = None,
-    arms: Annotated[str, typer.Option(help="What to train, BF16 first: names separated by commas.")] = "bf16,coat,lean",
+    variants: Annotated[
+        str, typer.Option("--variants", "--arms", help="What to train, BF16 first: names with commas between.")
+    ] = "bf16,coat,lean",
     preset: Annotated[str, typer.Option(help="Shape of the model.")] = "tiny",
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 5,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 500,
@@ -64,9 +68,9 @@ def recipes(
     out: Annotated[Path, typer.Option(help="The JSON file; runs that it holds are not repeated.")] = Path("out/recipes.json"),
 ) -> None:
     """Train every recipe from several seeds on real text and show how far its mean loss is from BF16's."""
-    from coat_jax.train import recipe_study
+    from coat_jax.studies import recipe_study
 
-    settings = recipe_study.Settings(preset, tuple(arms.split(",")), steps, batch, seq, 0, learning_rate)
+    settings = recipe_study.StudyConfig(preset, tuple(variants.split(",")), steps, batch, seq, 0, learning_rate)
     recipe_study.run(settings, seeds=seeds, data=tuple(data or ()), out=out, command=_typed())
 
 
@@ -84,9 +88,9 @@ def codecs(
     out: Annotated[Path, typer.Option(help="Folder for codecs.json; what it holds is not measured again.")] = Path("out"),
 ) -> None:
     """Measure every way of storing Adam's moments: errors, dormant elements, drops, and the loss of a small Llama."""
-    from coat_jax.train import codec_table as command
+    from coat_jax.studies import codec_table as command
 
-    settings = command.Settings(steps=steps, batch=batch, seq=seq)
+    settings = command.StudyConfig(steps=steps, batch=batch, seq=seq)
     command.run(settings, seeds=seeds, groups=groups, data=tuple(data or ()), out=out, command=_typed())
 
 
@@ -118,18 +122,19 @@ def plan(
     ] = None,
 ) -> None:
     """Compile the training step of a Llama for GPUs that need not be here: its memory, products and exchanges."""
-    from coat_jax.plan import PlanError, command, paper
-    from coat_jax.plan.setting import Setting
+    from coat_jax.compiled import PlanError
+    from coat_jax.plan import command, paper
+    from coat_jax.plan.config import PlanConfig
 
     if table is not None:
         if table != "paper" or json in (None, "-"):
             raise ValueError(f"plan: table={table!r}; use --table paper --json FILE, which an interrupted run continues")
-        paper.run(Path(json), output=command.Output(json, plot, reserve), typed=_typed())
+        paper.run(Path(json), output=command.PlanOutput(json, plot, reserve), typed=_typed())
         return
     if model is None:
         raise ValueError("plan: no MODEL; give a preset such as llama2-7b")
-    setting = Setting(model, recipe, codec, master, remat, fused, gpus if batch is None else batch, seq, gpus, device)
-    output = command.Output(json, plot, reserve)
+    setting = PlanConfig(model, recipe, codec, master, remat, fused, gpus if batch is None else batch, seq, gpus, device)
+    output = command.PlanOutput(json, plot, reserve)
     try:
         rows = command.run(setting, compare=compare, fit=fit, output=output, command=_typed())
     except PlanError as error:
@@ -151,10 +156,10 @@ def bench(
 ) -> None:
     """Check and time every kernel on a Hopper GPU; without one, show what the compiler makes of them for an H100."""
     from coat_jax.bench import run as command
-    from coat_jax.plan import PlanError
+    from coat_jax.compiled import PlanError
 
     try:
-        command.run(only, command.Output(json, calibrate, _typed()), budget)
+        command.run(only, command.BenchOutput(json, calibrate, _typed()), budget)
     except PlanError as error:
         print(f"coat-jax: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -167,7 +172,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Compile nothing for an H100.")] = False,
 ) -> None:
     """Say what works on this machine and what to install or change; status 1 if training would not run."""
-    from coat_jax.plan import doctor as command
+    from coat_jax import doctor as command
 
     findings = command.run(as_json=json, compile_kernels=not quick)
     if any(finding.verdict is command.Verdict.FAIL for finding in findings):

@@ -45,7 +45,7 @@ def lean() -> Recipe:
 
     Norms, activations and the attention forward are redone from these, in groups of 128; no weight product is.
     """
-    return coat().replace(nonlinear_input=_groups(128), attention=_groups(128), redo=True)
+    return coat().replace(nonlinear_input=_groups(128), attention=_groups(128), recompute=True)
 
 
 def blocks() -> Recipe:

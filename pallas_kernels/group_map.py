@@ -15,7 +15,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
-from pallas_kernels.launch import Launch, Leaf, Struct
+from pallas_kernels.launch import GroupLaunch, Leaf, Struct
 from pallas_kernels.tiles import Tiles
 
 
@@ -88,7 +88,7 @@ def group_map(
         stored, summed = outs[: len(outs) - sums], outs[len(outs) - sums :]
         results = tuple(tuple(Struct(tiles.whole(o.shape, leaf[0].shape), o.dtype) for o in stored) for leaf in structs)
         given, totals = (tuple(Struct(x.shape, x.dtype) for x in xs) for xs in (shared, summed))
-        plan = Launch(fn, tiles, structs, results, widths, places[: len(stored)], numbered, given, totals, name, interpret)
+        plan = GroupLaunch(fn, tiles, structs, results, widths, places[: len(stored)], numbered, given, totals, name, interpret)
         ran = plan.run(padded, scalars, shared)
         return [
             tuple(Tiles.crop(y, leaf[0], axis) for y in done[: len(stored)]) + done[len(stored) :]

@@ -24,7 +24,7 @@ Leaf = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class GroupLaunch:
     """Everything static about one launch.
 
     Attributes:

@@ -33,7 +33,7 @@ REGISTERS = (40, 232)
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class ProductLaunch:
     """Everything static about one product.
 
     Attributes:
@@ -53,7 +53,9 @@ class Launch:
     columns: int
 
     @classmethod
-    def of(cls, shape: tuple[int, int, int], blocked: bool, formats: tuple[Any, Any], dtype: Any, interpret: bool) -> "Launch":
+    def of(
+        cls, shape: tuple[int, int, int], blocked: bool, formats: tuple[Any, Any], dtype: Any, interpret: bool
+    ) -> "ProductLaunch":
         """The launch with the widest tiles of which every multiprocessor gets one, or the narrowest."""
         launches = [cls(shape, blocked, formats, dtype, interpret, columns) for columns in COLUMNS]
         return next((launch for launch in launches if math.prod(launch.tiles) >= backend.SMS), launches[-1])
@@ -228,7 +230,7 @@ def scaled_product(
     a, b = _padded(a, 8, DEPTH), _padded(b, COLUMNS[0], DEPTH)
     b_scale = b_scale if blocked else _padded(b_scale, COLUMNS[0], 1).T
     shape = (a.shape[0], b.shape[0], a.shape[1])
-    launch = Launch.of(shape, blocked, (a.dtype, b.dtype), jnp.dtype(dtype), interpret)
+    launch = ProductLaunch.of(shape, blocked, (a.dtype, b.dtype), jnp.dtype(dtype), interpret)
     call = backend.launch(
         launch.body,
         [jax.ShapeDtypeStruct(shape[:2], dtype)],

@@ -15,8 +15,16 @@ HAS_DEMO = all(importlib.util.find_spec(name) for name in ("grain", "matplotlib"
 HAS_PLAN = importlib.util.find_spec("jax_cuda12_plugin") is not None
 
 # The core alone (jax, flax, optax and what they bring) runs every other file.
-NEED_DEMO = ("test_cli*.py", "test_compare*.py", "test_plan*.py", "test_readme*.py", "test_train*.py", "test_notebooks*.py")
-collect_ignore_glob = [] if HAS_DEMO else list(NEED_DEMO)
+NEED_DEMO = (
+    "test_cli.py",
+    "test_doctor.py",
+    "test_readme.py",
+    "test_notebooks.py",
+    "plan",
+    "studies",
+    "train",
+)
+collect_ignore = [] if HAS_DEMO else list(NEED_DEMO)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from coat_jax.cli import main
-from coat_jax.train import accounting
+from coat_jax.studies import accounting
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ BAD = {
     "learning rate of zero": (["--learning-rate", "0"], "learning_rate=0.0", "use a positive one"),
     "negative seed": (["--seed", "-3"], "seed=-3", "use 0 or more"),
     "unknown preset": (["--preset", "huge"], "preset='huge'", "tiny"),
-    "unknown arm": (["--arms", "bf16,int4"], "arm 'int4'", "bf16, coat, lean"),
-    "arm named twice": (["--arms", "coat,coat"], "'coat,coat'", "each arm once"),
+    "unknown variant": (["--variants", "bf16,int4"], "variant 'int4'", "bf16, coat, lean"),
+    "variant named twice": (["--variants", "coat,coat"], "'coat,coat'", "each variant once"),
     "missing corpus": (["--data", "nowhere"], "'nowhere' does not exist", "give text files"),
     "second path missing": (["--data", "small", "nowhere"], "'nowhere' does not exist", "give text files"),
     "empty corpus": (["--data", "empty"], "no file in empty", "give text files"),
@@ -57,7 +57,7 @@ def test_model_that_does_not_fit_is_refused_before_it_is_made(here, capsys, monk
     monkeypatch.setattr(accounting, "memory", lambda: 2**20)
     assert main(["compare"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "preset='tiny' needs 0.0 GiB for parameters and moments of 2 arms" in line and "use a smaller preset" in line
+    assert "preset='tiny' needs 0.0 GiB for parameters and moments of 2 variants" in line and "use a smaller preset" in line
 
 
 def test_unknown_and_missing_commands(capsys):
@@ -75,7 +75,7 @@ def test_traceback_shows_where_an_error_came_from():
 def test_help_names_every_option(capsys):
     assert main(["compare", "--help"]) == 0
     printed = capsys.readouterr().out
-    for option in ("--steps", "--batch", "--seq", "--preset", "--seed", "--data", "--out", "--arms"):
+    for option in ("--steps", "--batch", "--seq", "--preset", "--seed", "--data", "--out", "--variants"):
         assert option in printed
 
 

@@ -1,11 +1,7 @@
 """The house's own rules, read from its source: which way imports go, what a module may hold, how long a function may be.
 
-Floors go up; an import goes down or stays on its floor, and never round in a circle:
-
-    pallas_kernels
-    < quant (rounding < formats < granularity < expansion < spec < codec < array < implementation < tensor
-             < quantize < product < one_pass)
-    < ops, optim (apart) < recipes, linen, nnx, parallel < models < train, plan, export < cli
+Floors go up, as `FLOORS` lists them. An import goes down to a lower floor or stays in its own room, wherever it stands: at the
+top of a file, in a function, for type checkers alone, or in a string that is given to an importer.
 """
 
 import ast
@@ -24,28 +20,20 @@ from pallas_kernels import backend
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
-    ("pallas_kernels",),
-    ("coat_jax.quant.rounding",),
-    ("coat_jax.quant.formats",),
-    ("coat_jax.quant.granularity",),
-    ("coat_jax.quant.expansion",),
-    ("coat_jax.quant.spec",),
-    ("coat_jax.quant.codec",),
-    ("coat_jax.quant.array",),
-    ("coat_jax.quant.implementation",),
-    ("coat_jax.quant.tensor",),
-    ("coat_jax.quant.quantize",),
-    ("coat_jax.quant.product",),
-    ("coat_jax.quant.one_pass",),
+    ("pallas_kernels", "coat_jax.compiled", "coat_jax.parallel"),
     ("coat_jax.quant",),
     ("coat_jax",),  # the front door: it imports quant, and names the rest without importing it
-    ("coat_jax.ops", "coat_jax.optim"),
-    ("coat_jax.recipes", "coat_jax.linen", "coat_jax.nnx", "coat_jax.parallel"),
+    ("coat_jax.ops", "coat_jax.optim", "coat_jax.results"),
+    ("coat_jax.recipes",),
+    ("coat_jax.linen", "coat_jax.nnx", "coat_jax.dot_general", "coat_jax.convert"),
     ("coat_jax.models",),
-    ("coat_jax.train", "coat_jax.plan", "coat_jax.bench", "coat_jax.export"),
+    ("coat_jax.fused_step",),
+    ("coat_jax.pretrained", "coat_jax.train"),
+    ("coat_jax.studies", "coat_jax.plan", "coat_jax.bench"),
+    ("coat_jax.doctor",),
     ("coat_jax.cli", "coat_jax.__main__"),
 )
-APART = ({"coat_jax.ops", "coat_jax.optim"},)
+"""Rooms, lowest floor first. Rooms of one floor do not know each other."""
 CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "bytearray"}
 MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "clear", "remove", "discard", "setdefault"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -69,34 +57,63 @@ def tree(module: str) -> ast.Module:
     return ast.parse(PATHS[module].read_text(encoding="utf-8"))
 
 
-def imported(module: str) -> list[tuple[str, int]]:
-    """Every module that one of ours imports, with the line. `from a import b` is a.b where that is a module of ours.
+def imports_of(module: str, source: ast.Module, ours: frozenset[str]) -> list[tuple[str, int]]:
+    """Every module that a source imports, with the line. `from a import b` is a.b where that is a module of ours.
 
-    The front door's names for type checkers are left out: it names every floor on purpose.
+    Strings count where they are the name of a module of ours, as `importlib.import_module`, `runpy` and `python -m` take it, or
+    hold an import statement, as `python -c` does. Docstrings do not count.
     """
-    body = tree(module)
-    if module == "coat_jax":
-        body = ast.Module([node for node in body.body if not isinstance(node, ast.If)], [])
     found = []
-    for node in ast.walk(body):
+    for node in code(source):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}:{node.lineno}: a relative import; write the module's full name"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(name if name in PATHS else node.module, node.lineno) for name in names]
-            if not any(name in PATHS for name in names):
+            found += [(name if name in ours else node.module, node.lineno) for name in names]
+            if not any(name in ours for name in names):
                 found += [(name, node.lineno) for name in names if name.startswith("jax.")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            statements = re.findall(r"(?:^|;|\n)\s*(?:import|from) ([\w.]+)(?: import (\w+))?", node.value)
+            named = [f"{a}.{b}" if f"{a}.{b}" in ours else a for a, b in statements]
+            found += [(name, node.lineno) for name in (node.value, *named) if name in ours]
     return found
 
 
-def floor(module: str) -> tuple[int, str]:
-    """Position of a module's floor and the room on it: the longest listed name that the module's begins with."""
+def imported(module: str) -> list[tuple[str, int]]:
+    """What one of our modules imports. The front door names every floor on purpose; only what it loads counts there."""
+    source = tree(module)
+    if module == "coat_jax":
+        source = ast.Module([node for node in source.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    return imports_of(module, source, frozenset(PATHS))
+
+
+def place(module: str) -> tuple[int, str]:
+    """Number of a module's floor and its room there: the longest listed name that the module's begins with."""
     rooms = [
         (len(room), level, room) for level, row in enumerate(FLOORS) for room in row if f"{module}.".startswith(f"{room}.")
     ]
     _, level, room = max(rooms)
     return level, room
+
+
+def upward(module: str, imports: list[tuple[str, int]], ours: frozenset[str]) -> list[str]:
+    """What is wrong with a module's imports: those to a higher floor, or to another room of its own."""
+    level, room = place(module)
+    wrong = []
+    for name, line in imports:
+        if name in ours:
+            other = place(name)
+            if other[0] > level or (other[0] == level and other[1] != room):
+                wrong.append(f"{module}:{line} imports {name}, which is not below it")
+    return wrong
+
+
+def circles(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The part of a graph that is left when everything is taken off that needs nothing more: empty where there is no circle."""
+    while leaves := {name for name, below in graph.items() if not below}:
+        graph = {name: below - leaves for name, below in graph.items() if name not in leaves}
+    return graph
 
 
 def definitions(module: str):
@@ -114,43 +131,65 @@ def definitions(module: str):
     yield from walk(tree(module), "")
 
 
-def code(module: str):
-    """All nodes of a module but its docstrings."""
+def code(source: ast.Module):
+    """All nodes of a source but its docstrings."""
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree(module))
+        for node in ast.walk(source)
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node, clean=False) is not None
     }
-    return (node for node in ast.walk(tree(module)) if id(node) not in docstrings)
+    return (node for node in ast.walk(source) if id(node) not in docstrings)
 
 
 def test_every_module_has_a_floor():
-    homeless = [module for module in PATHS if floor(module)[1] == "coat_jax" and module != "coat_jax"]
+    homeless = [module for module in PATHS if place(module)[1] == "coat_jax" and module != "coat_jax"]
     assert not homeless, f"no floor for {homeless}; add them to FLOORS"
 
 
 @every_module
 def test_imports_go_down(module):
-    level, room = floor(module)
-    for name, line in imported(module):
-        if name in PATHS:
-            assert floor(name)[0] <= level, f"{module}:{line} imports {name} from a higher floor"
-            assert not any({room, floor(name)[1]} == pair for pair in APART), f"{module}:{line}: {room} imports {name}"
+    assert not upward(module, imported(module), frozenset(PATHS))
 
 
-def test_kernels_import_jax_only():
-    allowed = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
+def test_rooms_and_files_make_no_circles():
+    files = {module: {name for name, _ in imported(module) if name in PATHS} for module in PATHS}
+    rooms: dict[str, set[str]] = {}
+    for module, below in files.items():
+        rooms.setdefault(place(module)[1], set()).update({place(name)[1] for name in below} - {place(module)[1]})
+    assert not circles(files), f"these import each other in a circle: {circles(files)}"
+    assert not circles(rooms), f"these rooms import each other in a circle: {circles(rooms)}"
+
+
+PLANTED = {
+    "at the top": "from coat_jax.plan import command",
+    "in a function": "def f():\n    from coat_jax.plan import command",
+    "for type checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from coat_jax.plan import command",
+    "by import_module": "import importlib\ncommand = importlib.import_module('coat_jax.plan.command')",
+    "by runpy": "import runpy\nrunpy.run_module('coat_jax.plan.command')",
+    "in a process": "import subprocess\nsubprocess.run(['python', '-c', 'import sys; from coat_jax.plan import command'])",
+    "to a neighbour": "from coat_jax.optim import adamw",
+}
+
+
+@pytest.mark.parametrize("source", PLANTED.values(), ids=PLANTED)
+def test_a_planted_import_is_found(source):
+    found = imports_of("coat_jax.ops.linear", ast.parse(source), frozenset(PATHS))
+    assert upward("coat_jax.ops.linear", found, frozenset(PATHS))
+    assert not upward("coat_jax.cli", found, frozenset(PATHS))
+
+
+def test_a_planted_circle_is_found():
+    planted = {"plan": {"bench"}, "bench": {"plan"}, "cli": {"plan"}}
+    assert circles(planted) == planted
+    assert not circles({"plan": {"quant"}, "quant": set(), "cli": {"plan"}})
+
+
+def test_the_ground_floor_imports_jax_only():
+    allowed = {"jax", "numpy", "pallas_kernels", "coat_jax", *sys.stdlib_module_names}
     for module in PATHS:
-        if module.startswith("pallas_kernels"):
+        if module.startswith(("pallas_kernels", "coat_jax.compiled", "coat_jax.parallel")):
             for name, line in imported(module):
                 assert name.split(".")[0] in allowed, f"{module}:{line} imports {name}"
-
-
-def test_no_import_cycles():
-    graph = {module: {name for name, _ in imported(module) if name in PATHS} for module in PATHS}
-    while leaves := {module for module, below in graph.items() if not below}:
-        graph = {module: below - leaves for module, below in graph.items() if module not in leaves}
-    assert not graph, f"these import each other in a circle: {graph}"
 
 
 def dotted(node: ast.AST) -> str:
@@ -166,7 +205,7 @@ def dotted(node: ast.AST) -> str:
 def test_private_jax_and_pallas_are_kept_out(module):
     """`jax._src` nowhere; `jax.experimental.pallas` in one file, which knows the differences between versions."""
     named = imported(module) + [
-        (dotted(node), node.lineno) for node in code(module) if isinstance(node, ast.Attribute | ast.Constant)
+        (dotted(node), node.lineno) for node in code(tree(module)) if isinstance(node, ast.Attribute | ast.Constant)
     ]
     for name, line in named:
         assert not re.match(r"jax\._src\b", name), f"{module}:{line} names {name}"
@@ -201,7 +240,7 @@ def test_nothing_at_module_level_changes(module):
 @every_module
 def test_numbers_of_the_formats_live_in_one_place(module):
     if module != "coat_jax.quant.formats":
-        for node in code(module):
+        for node in code(tree(module)):
             if isinstance(node, ast.Constant) and type(node.value) in (int, float):
                 assert node.value not in (448, 57344), f"{module}:{node.lineno} writes {node.value}; use a Format's max"
 
@@ -261,7 +300,7 @@ def test_an_unknown_name_is_refused():
 
 
 # Examples run where their module's extra is installed, those of kernels where jax interprets kernels.
-LEFT_OUT = () if HAS_DEMO else ("coat_jax.cli", "coat_jax.train", "coat_jax.plan")
+LEFT_OUT = () if HAS_DEMO else ("coat_jax.cli", "coat_jax.train", "coat_jax.studies", "coat_jax.plan", "coat_jax.doctor")
 LEFT_OUT += () if backend.can_interpret else ("pallas_kernels",)
 WITH_EXAMPLES = [module for module, path in PATHS.items() if ">>>" in path.read_text() and not module.startswith(LEFT_OUT)]
 

@@ -5,12 +5,12 @@ import json
 import re
 from pathlib import Path
 
+import figures
 import jax
 import pytest
-import readme
 
+from coat_jax.compiled.devices import GIB
 from coat_jax.plan import paper
-from coat_jax.plan.devices import GIB
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -34,9 +34,9 @@ def test_example_runs_and_its_state_is_fp8():
 
 
 def test_blocks_are_those_of_the_results():
-    """`python tests/readme.py` makes them again."""
-    assert readme.rendered(README) == README
-    assert re.findall(r"<!-- figures: (\w+) -->", README) == list(readme.BLOCKS)
+    """`python tests/figures.py` makes them again."""
+    assert figures.rendered(README) == README
+    assert re.findall(r"<!-- figures: (\w+) -->", README) == list(figures.BLOCKS)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem)
@@ -63,18 +63,18 @@ def test_every_other_number_of_the_text_is_a_setting():
 
 def test_there_is_a_measured_table_and_it_keeps_the_promises():
     results = json.loads((ROOT / "results" / "compare.json").read_text())
-    arms, plain = results["arms"], results["plain_flax_kept_bytes"]
+    variants, plain = results["variants"], results["plain_flax_kept_bytes"]
     assert results["settings"]["steps"] >= 300
     for name in ("coat", "lean"):
-        assert arms[name]["validation_loss"] < 2.1 and arms["bf16"]["validation_loss"] < 2.1
-        assert arms[name]["validation_loss"] <= 1.01 * arms["bf16"]["validation_loss"]
-        assert arms[name]["kept_bytes"] <= 0.45 * plain
-        assert arms[name]["optimizer_state"]["bytes_per_quantized_parameter"] <= 2.08
+        assert variants[name]["validation_loss"] < 2.1 and variants["bf16"]["validation_loss"] < 2.1
+        assert variants[name]["validation_loss"] <= 1.01 * variants["bf16"]["validation_loss"]
+        assert variants[name]["kept_bytes"] <= 0.45 * plain
+        assert variants[name]["optimizer_state"]["bytes_per_quantized_parameter"] <= 2.08
 
 
 def peaks(name):
-    rows = [row for row in readme.load(name)["rows"] if row["model"] == "llama2-7b"]
-    return {(readme.setting_of(row).label, row["gpus"]): row["peak_bytes"] / GIB for row in rows}
+    rows = [row for row in figures.load(name)["rows"] if row["model"] == "llama2-7b"]
+    return {(figures.setting_of(row).label, row["gpus"]): row["peak_bytes"] / GIB for row in rows}
 
 
 def test_the_committed_plan_of_a_7b_model_keeps_its_promises():
@@ -91,7 +91,7 @@ def test_on_four_gpus_lean_needs_two_fifths_of_plain_bf16():
 
 
 def test_the_papers_table_is_complete_and_states_the_largest_batch_on_one_gpu():
-    rows = readme.load("plan_paper")["rows"]
+    rows = figures.load("plan_paper")["rows"]
     assert {paper.key(row) for row in rows} == {paper.key(dataclasses.asdict(setting)) for setting in paper.settings()}
     assert all(row["error"] is None for row in rows)
     assert all(row["largest_batch"] is not None for row in rows if row["gpus"] == 1)

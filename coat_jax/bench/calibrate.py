@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 
 from coat_jax.bench.ceilings import Ceilings
-from coat_jax.bench.row import Row
-from coat_jax.plan import devices
-from coat_jax.plan.devices import Device
-from coat_jax.train.provenance import compact
+from coat_jax.bench.row import BenchRow
+from coat_jax.compiled import devices
+from coat_jax.compiled.devices import Device
+from coat_jax.results import compact
 
 
 def described(kind: str) -> Device:
@@ -34,10 +34,10 @@ def calibrated(base: Device, kind: str, ceilings: Ceilings) -> Device:
 
 
 def write(file: str, device: Device) -> None:
-    """Writes a description that `coat_jax.plan.devices.named` reads."""
+    """Writes a description that `coat_jax.compiled.devices.named` reads."""
     Path(file).write_text(compact(dataclasses.asdict(device)), encoding="utf-8")
 
 
-def errors(rows: Sequence[Row]) -> dict[str, float]:
+def errors(rows: Sequence[BenchRow]) -> dict[str, float]:
     """For each row with a modelled time, how far it is from the measured one, as a part of that: -0.2 is a fifth too short."""
     return {row.name: row.modelled / row.seconds - 1 for row in rows if row.modelled is not None and row.seconds}

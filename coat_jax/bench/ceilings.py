@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coat_jax.bench.row import Row, Timed, ready
-from coat_jax.plan.cases import Sizes, numbers
-from coat_jax.plan.devices import Device
-from pallas_kernels.bench import Contender, by_turns, median
+from coat_jax.bench.harness import Contender, by_turns, median
+from coat_jax.bench.kernels import Sizes, numbers
+from coat_jax.bench.row import BenchRow, Timed, ready
+from coat_jax.compiled.devices import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def products(sizes: Sizes) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...
     return {"copy": (copy, (big,)), "bf16 product": (bf16_product, (x, w)), "FP8 product": (f8_product, small)}
 
 
-def measure(sizes: Sizes, device: Device, **options: Any) -> tuple[Ceilings, list[Row]]:
+def measure(sizes: Sizes, device: Device, **options: Any) -> tuple[Ceilings, list[BenchRow]]:
     """The ceilings in one run, and their rows; shares are of what `device` is said to have."""
     made = products(sizes)
     contenders, rows = ready("ceiling", {name: functools.partial(_made, *pair) for name, pair in made.items()})
@@ -57,7 +57,7 @@ def measure(sizes: Sizes, device: Device, **options: Any) -> tuple[Ceilings, lis
     reached: dict[str, float | None] = dict.fromkeys(work)
     for name, samples in by_turns(contenders, **options).items():
         rate = work[name] / median(samples)
-        rows.append(Row.timed(f"ceiling, {name}", samples, reached=rate, share=rate / said[name]))
+        rows.append(BenchRow.timed(f"ceiling, {name}", samples, reached=rate, share=rate / said[name]))
         reached[name] = rate
     return Ceilings(*reached.values()), rows
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from coat_jax.plan.text import table
-from pallas_kernels.bench import Contender
+from coat_jax.bench.harness import Contender
+from coat_jax.bench.table import table
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One thing that was timed.
 
     Attributes:
@@ -39,12 +39,12 @@ class Row:
     error: str = ""
 
     @classmethod
-    def timed(cls, name: str, samples: list[float], **more: Any) -> "Row":
+    def timed(cls, name: str, samples: list[float], **more: Any) -> "BenchRow":
         """The row of some samples."""
         return cls(name, sorted(samples)[len(samples) // 2], min(samples), max(samples), **more)
 
     @classmethod
-    def failed(cls, name: str, error: Exception) -> "Row":
+    def failed(cls, name: str, error: Exception) -> "BenchRow":
         """The row of what raised an error."""
         return cls(name, error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
 
@@ -53,7 +53,7 @@ Timed = tuple[Contender, Sequence[Any]]
 """A contender and its operands."""
 
 
-def ready(title: str, made: Mapping[str, Callable[[], Timed]]) -> tuple[dict[str, Timed], list[Row]]:
+def ready(title: str, made: Mapping[str, Callable[[], Timed]]) -> tuple[dict[str, Timed], list[BenchRow]]:
     """The contenders that could be made and called once, and a row that says why for each of the others."""
     contenders: dict[str, Timed] = {}
     failed = []
@@ -63,7 +63,7 @@ def ready(title: str, made: Mapping[str, Callable[[], Timed]]) -> tuple[dict[str
             jax.block_until_ready(contender.call(contender.start(args)))
             contenders[name] = contender, args
         except Exception as error:  # whatever goes wrong is the row
-            failed.append(Row.failed(f"{title}, {name}", error))
+            failed.append(BenchRow.failed(f"{title}, {name}", error))
     return contenders, failed
 
 
@@ -79,19 +79,19 @@ class Clock:
         """Seconds since the beginning."""
         return time.monotonic() - self.begun
 
-    def rows(self, name: str, make: Callable[[], list[Row]]) -> Iterator[Row]:
+    def rows(self, name: str, make: Callable[[], list[BenchRow]]) -> Iterator[BenchRow]:
         """The rows that make() gives; one that says why where it fails or time is up."""
         self.say(f"[{self.elapsed:4.0f} s] {name}")
         if self.elapsed > self.budget:
-            yield Row(name, error=f"left out: the {self.budget:.0f} s are up")
+            yield BenchRow(name, error=f"left out: the {self.budget:.0f} s are up")
             return
         try:
             yield from make()
         except Exception as error:  # whatever goes wrong is the row
-            yield Row.failed(name, error)
+            yield BenchRow.failed(name, error)
 
 
-def shown(rows: list[Row]) -> str:
+def shown(rows: list[BenchRow]) -> str:
     """The rows as a table: microseconds, gigabytes or 10^12 operations per second."""
     lines = []
     for row in rows:

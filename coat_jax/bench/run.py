@@ -1,4 +1,4 @@
-"""`coat-jax bench`, and `python -m pallas_kernels.bench` where nothing but JAX, Flax and Optax is installed."""
+"""`coat-jax bench`, and `python -m coat_jax.bench` where nothing but JAX, Flax and Optax is installed."""
 
 import dataclasses
 import functools
@@ -11,11 +11,12 @@ from typing import Any
 import jax
 
 from coat_jax.bench import calibrate, ceilings, subjects
-from coat_jax.bench.row import Clock, Row, shown
-from coat_jax.bench.subjects import Setting
-from coat_jax.plan import static, topology
-from coat_jax.plan.cases import LLAMA_7B, Case, matching
-from coat_jax.train.provenance import check_file, compact, provenance
+from coat_jax.bench import compiled as static
+from coat_jax.bench.kernels import LLAMA_7B, KernelSpec, matching
+from coat_jax.bench.row import BenchRow, Clock, shown
+from coat_jax.bench.subjects import BenchConfig
+from coat_jax.compiled import topology
+from coat_jax.results import check_file, compact, provenance
 
 BUDGET = 420.0
 """Seconds after which no row is begun, so that all ends within eight minutes."""
@@ -24,7 +25,7 @@ RECORDED = Path(__file__).parents[2] / "results" / "kernels_static.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class BenchOutput:
     """Where results go.
 
     Attributes:
@@ -33,7 +34,7 @@ class Output:
       command: what was typed, for the record.
 
     Raises:
-      ValueError: a file that cannot be written, or a description that `coat_jax.plan.devices.named` would not read.
+      ValueError: a file that cannot be written, or a description that `coat_jax.compiled.devices.named` would not read.
     """
 
     json: str | None = None
@@ -54,7 +55,7 @@ def hopper() -> jax.Device | None:
     return device if device.platform == "gpu" and str(device.compute_capability) == "9.0" else None
 
 
-def run(only: str = "", output: Output | None = None, budget: float = BUDGET) -> list[Any]:
+def run(only: str = "", output: BenchOutput | None = None, budget: float = BUDGET) -> list[Any]:
     """Checks and times everything on this machine's Hopper GPU; without one, prints the static table and says so.
 
     Args:
@@ -63,18 +64,18 @@ def run(only: str = "", output: Output | None = None, budget: float = BUDGET) ->
       budget: seconds after which no row is begun.
 
     Returns:
-      `Row`s, or `static.Row`s without a GPU.
+      `BenchRow`s, or `static.CompiledKernel`s without a GPU.
 
     Raises:
       ValueError: no kernel's name holds `only`, no time, or, without a Hopper GPU, nothing to calibrate or to compile with.
     """
-    output = output or Output()
+    output = output or BenchOutput()
     if not budget > 0:
         raise ValueError(f"bench: budget={budget} s; give the seconds after which no row is begun")
     matching(only)
     device = hopper()
     if device is not None:
-        setting = Setting(LLAMA_7B, "pallas", secrets.randbits(31))
+        setting = BenchConfig(LLAMA_7B, "pallas", secrets.randbits(31))
         return measured(device, setting, only=only, output=output, budget=budget)
     found = jax.devices()[0].device_kind
     if output.calibrate:
@@ -83,7 +84,7 @@ def run(only: str = "", output: Output | None = None, budget: float = BUDGET) ->
     return _static(only, output)
 
 
-def _static(only: str, output: Output) -> list[static.Row]:
+def _static(only: str, output: BenchOutput) -> list[static.CompiledKernel]:
     if message := topology.missing():
         if not RECORDED.exists():
             raise ValueError(f"bench: {message}; without it there is no table to show")
@@ -91,7 +92,7 @@ def _static(only: str, output: Output) -> list[static.Row]:
             raise ValueError(f"bench: json={output.json!r} would be what was compiled here, and {message}; leave it out")
         recorded = json_text.loads(RECORDED.read_text(encoding="utf-8"))
         print(f"Not compiled here ({message}): recorded on {recorded['date']} with jax {recorded['versions']['jax']}.")
-        rows = [static.Row(**row) for row in recorded["rows"] if only in row["name"]]
+        rows = [static.CompiledKernel(**row) for row in recorded["rows"] if only in row["name"]]
         print(f"{recorded['note']}\n\n{static.shown(rows)}")
         return rows
     return static.run(only=only, json=output.json, command=output.command)
@@ -99,13 +100,13 @@ def _static(only: str, output: Output) -> list[static.Row]:
 
 def measured(
     device: jax.Device,
-    setting: Setting,
+    setting: BenchConfig,
     *,
     only: str = "",
-    output: Output,
+    output: BenchOutput,
     budget: float = BUDGET,
-    chosen: tuple[Case, ...] | None = None,
-) -> list[Row]:
+    chosen: tuple[KernelSpec, ...] | None = None,
+) -> list[BenchRow]:
     """All rows on a device: ceilings, layer and step, then kernels. One that fails says so and the others still run.
 
     Args:
@@ -125,7 +126,7 @@ def measured(
         here = calibrate.calibrated(base, device.device_kind, most)
         if output.calibrate:
             calibrate.write(output.calibrate, here)
-        work: list[tuple[str, Callable[[], list[Row]]]] = []
+        work: list[tuple[str, Callable[[], list[BenchRow]]]] = []
         if not only:
             work.append(("layer, forward and backward", lambda: subjects.layer_rows(setting, here)))
             work.append(("step of a layer", lambda: subjects.step_rows(setting, here)))
@@ -141,7 +142,7 @@ def measured(
     return rows
 
 
-def _write(rows: Sequence[Row], device: jax.Device, setting: Setting, clock: Clock, output: Output) -> None:
+def _write(rows: Sequence[BenchRow], device: jax.Device, setting: BenchConfig, clock: Clock, output: BenchOutput) -> None:
     """The rows so far, so that what ends the process loses none."""
     if output.json:
         about = {"device": device.device_kind, "capability": str(getattr(device, "compute_capability", ""))}

@@ -1,4 +1,4 @@
-"""What the bench times: the kernels of `coat_jax.plan.cases`, the Llama layer forward and backward, and the optimizer step."""
+"""What the bench times: the kernels of `coat_jax.bench.kernels`, a Llama layer both ways, and the optimizer's step."""
 
 import dataclasses
 import functools
@@ -12,17 +12,17 @@ import optax
 from coat_jax import coat_adamw, recipes
 from coat_jax.bench.ceilings import Ceilings
 from coat_jax.bench.check import Agreement, compare
-from coat_jax.bench.row import Row, Timed, ready
+from coat_jax.bench.harness import Contender, by_turns, median
+from coat_jax.bench.kernels import KernelSpec, Sizes, numbers
+from coat_jax.bench.row import BenchRow, Timed, ready
+from coat_jax.compiled import roofline
+from coat_jax.compiled.devices import Device
+from coat_jax.compiled.program import Program
 from coat_jax.linen import FP8TransformerBlock
-from coat_jax.plan import roofline
-from coat_jax.plan.cases import Case, Sizes, numbers
-from coat_jax.plan.devices import Device
-from coat_jax.plan.program import Program
-from pallas_kernels.bench import Contender, by_turns, median
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class BenchConfig:
     """How a bench runs.
 
     Attributes:
@@ -52,7 +52,7 @@ class Setting:
         return jax.block_until_ready(jax.jit(inputs)(key))
 
 
-def checked(case: Case, setting: Setting) -> tuple[Any, Contender, Contender, Agreement]:
+def checked(case: KernelSpec, setting: BenchConfig) -> tuple[Any, Contender, Contender, Agreement]:
     """Fresh operands, the kernel, plain XLA, and how they agree where the kernel writes over poisoned buffers.
 
     The kernel runs before the reference, so that no buffer can hold the reference's results.
@@ -65,11 +65,11 @@ def checked(case: Case, setting: Setting) -> tuple[Any, Contender, Contender, Ag
     return args, kernel, plain, agreement
 
 
-def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
+def kernel_rows(case: KernelSpec, setting: BenchConfig, ceilings: Ceilings) -> list[BenchRow]:
     """A kernel checked against plain XLA, then timed; in turns with XLA if it streams."""
     args, kernel, plain, agreement = checked(case, setting)
     if agreement.wrong:
-        return [Row(case.name, check=str(agreement), error="not timed: its results are wrong")]
+        return [BenchRow(case.name, check=str(agreement), error="not timed: its results are wrong")]
     contenders = {"kernel": (kernel, args)} | ({} if case.flops else {"plain": (plain, args)})
     samples = by_turns(contenders, **setting.timing)
     seconds = median(samples["kernel"])
@@ -77,7 +77,7 @@ def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
     most = ceilings.f8 if case.flops else ceilings.memory
     check = str(agreement) + ("" if kernel.covered else "; a result went through a buffer of XLA's")
     return [
-        Row.timed(
+        BenchRow.timed(
             case.name,
             samples["kernel"],
             reached=reached,
@@ -88,17 +88,17 @@ def kernel_rows(case: Case, setting: Setting, ceilings: Ceilings) -> list[Row]:
     ]
 
 
-def _rows(title: str, made: Mapping[str, Callable[[], Timed]], setting: Setting, device: Device | None) -> list[Row]:
+def _rows(title: str, made: Mapping[str, Callable[[], Timed]], setting: BenchConfig, device: Device | None) -> list[BenchRow]:
     """A row for each contender, in turns; one that fails says so. `device` is for the step-time model."""
     contenders, rows = ready(title, made)
     samples = by_turns(contenders, **setting.timing)
     for name, (contender, _) in contenders.items():
         model = None if device is None else roofline.seconds(Program.of(contender.compiled), device).total
-        rows.append(Row.timed(f"{title}, {name}", samples[name], modelled=model))
+        rows.append(BenchRow.timed(f"{title}, {name}", samples[name], modelled=model))
     return rows
 
 
-def layer_rows(setting: Setting, device: Device | None) -> list[Row]:
+def layer_rows(setting: BenchConfig, device: Device | None) -> list[BenchRow]:
     """One Llama layer forward and backward by each recipe, in turns."""
     sizes = setting.sizes
     heads = max(1, sizes.hidden // 128)
@@ -124,7 +124,7 @@ def layer_rows(setting: Setting, device: Device | None) -> list[Row]:
     return _rows("layer, forward and backward", made, setting, device)
 
 
-def step_rows(setting: Setting, device: Device | None) -> list[Row]:
+def step_rows(setting: BenchConfig, device: Device | None) -> list[BenchRow]:
     """One step of AdamW on the weights of a layer: Optax's, COAT by XLA, and COAT by its kernel, in turns."""
     hidden, intermediate = setting.sizes.hidden, setting.sizes.intermediate
     shapes = {"qkvo": (4, hidden, hidden), "gate_up": (2, hidden, intermediate), "down": (intermediate, hidden)}

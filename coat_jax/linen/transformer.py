@@ -38,9 +38,9 @@ class NormPrologue(nn.Module):
         if self.kind not in ("rms", "layer"):
             raise ValueError(f"norm={self.kind!r} is unknown; use 'rms' or 'layer'")
         if self.kind == "layer":
-            return Prologue(ops.RowFunction(functools.partial(ops.normalize_layer, eps=self.epsilon)), recipe.nonlinear_input)
+            return Prologue(ops.NormFunction(functools.partial(ops.normalize_layer, eps=self.epsilon)), recipe.nonlinear_input)
         scale = self.param("scale", nn.initializers.ones, (features,), self.param_dtype)
-        norm = ops.RowFunction(functools.partial(ops.normalize_rms, eps=self.epsilon))
+        norm = ops.NormFunction(functools.partial(ops.normalize_rms, eps=self.epsilon))
         return Prologue(norm, recipe.nonlinear_input, (scale,))
 
 

@@ -105,7 +105,7 @@ def preset(name: str, **changes: Any) -> Config:
     return dataclasses.replace(known[name], **changes)
 
 
-class Layer(FP8TransformerBlock):
+class ScannedBlock(FP8TransformerBlock):
     """A transformer block as the body of a scan.
 
     Attributes:
@@ -130,7 +130,7 @@ class Layer(FP8TransformerBlock):
 
 
 def layer_options(config: Config, recipe: Recipe) -> dict[str, Any]:
-    """The attributes of a `Layer` of this model."""
+    """The attributes of a `ScannedBlock` of this model."""
     return {
         "heads": config.heads,
         "kv_heads": config.kv_heads,
@@ -177,7 +177,7 @@ class Llama(WithRecipe, nn.Module):
         init = nn.initializers.normal(0.02)
         dtypes = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         self.embed = FP8Embed(c.vocab_size, c.hidden, embedding_init=init, recipe=self.recipe, **dtypes)
-        layer = nn.remat(Layer, policy=self.remat, prevent_cse=False) if callable(self.remat) else Layer
+        layer = nn.remat(ScannedBlock, policy=self.remat, prevent_cse=False) if callable(self.remat) else ScannedBlock
         scan = nn.scan(
             layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers, check_constancy_invariants=False
         )

@@ -62,7 +62,7 @@ def _rotate(x: jax.Array, theta: float) -> jax.Array:
     )
 
 
-class Layer(nn.Module):
+class Block(nn.Module):
     """One layer: attention, then SwiGLU, each behind an RMSNorm and added to what came in."""
 
     config: llama.Config
@@ -103,7 +103,7 @@ class Llama(nn.Module):
         """Declares the submodules."""
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.hidden, dtype=c.dtype, param_dtype=c.param_dtype)
-        scan = nn.scan(self.remat.wrap(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
+        scan = nn.scan(self.remat.wrap(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
         self.layers = scan(c, self.attention)
         self.norm = RMSNorm(c)
         self.head = nn.Dense(c.vocab_size, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)

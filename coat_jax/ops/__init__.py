@@ -7,9 +7,9 @@ from coat_jax.ops.embedding import embedding
 from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.loss import cross_entropy
 from coat_jax.ops.norm import layer_norm, normalize_layer, normalize_rms, rms_norm
+from coat_jax.ops.norm_kernels import NormFunction
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
-from coat_jax.ops.rows import RowFunction
 from coat_jax.ops.stash import STASH, Stashable, remat_policy, stashed
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "Elementwise",
     "Prologue",
     "Recipe",
-    "RowFunction",
+    "NormFunction",
     "Stashable",
     "add",
     "add_quantized",

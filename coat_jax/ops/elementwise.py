@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coat_jax.ops.stash import Chosen, Kept, Stashable, keep_quantized, restore_quantized
+from coat_jax.ops.stash import Chosen, Stash, Stashable, keep_quantized, restore_quantized
 from coat_jax.quant import Implementation, QuantizedArray, QuantSpec
 from coat_jax.quant.one_pass import one_pass
 
@@ -37,7 +37,7 @@ class Elementwise(Stashable):
 
     def forward(
         self, inputs: Sequence[Any], params: Sequence[Any], specs: Sequence[QuantSpec | None], implementation: Chosen
-    ) -> tuple[jax.Array, tuple[Kept, ...]]:
+    ) -> tuple[jax.Array, tuple[Stash, ...]]:
         """y, and FP8 of each input."""
         [spec, *others] = set(specs)
         if spec is None or others or not all(map(_at_most_float32, inputs)):
@@ -50,13 +50,13 @@ class Elementwise(Stashable):
         y, kept = self._pass(body, *inputs, spec=spec, implementation=implementation)
         return y, tuple(map(keep_quantized, kept))
 
-    def redo(
-        self, kept: Sequence[Kept], params: Sequence[Any], implementation: Chosen
+    def recompute(
+        self, kept: Sequence[Stash], params: Sequence[Any], implementation: Chosen
     ) -> tuple[Callable[[], Any], Callable[[Any], tuple[Any, ...]]]:
         """y from the stash, and the gradients from the stash and dy."""
         stored = [restore_quantized(x) for x in kept if isinstance(x, QuantizedArray)]
         if len(stored) < len(kept) or not all(map(_at_most_float32, stored)):
-            return super().redo(kept, params, self._plain(implementation))
+            return super().recompute(kept, params, self._plain(implementation))
         dtypes = [q.dtype for q in stored]
 
         def again(*stored, encode, decode):

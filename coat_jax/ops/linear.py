@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import STASH, Kept, keep_quantized, restore_quantized, stashed, unstashed
+from coat_jax.ops.stash import STASH, Stash, keep_quantized, restore_quantized, stashed, unstashed
 from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
 from coat_jax.quant.implementation import refuse_explicit
 
@@ -67,14 +67,14 @@ def matrix_product(a: Operand, b: Operand, contract: tuple[int, int], recipe: Re
     return jax.lax.dot_general(a, b, dims, precision=recipe.precision, preferred_element_type=out)
 
 
-def keep_operand(x: Operand, shared: jax.Array | None) -> Kept:
+def keep_operand(x: Operand, shared: jax.Array | None) -> Stash:
     """What the backward pass gets of a product's input: its FP8, or the array itself where others keep that anyway."""
     if shared is not None:
         return shared
     return keep_quantized(x) if isinstance(x, QuantizedArray) else checkpoint_name(x, STASH)
 
 
-def restore_operand(kept: Kept) -> Operand:
+def restore_operand(kept: Stash) -> Operand:
     """The operand that `keep_operand` kept."""
     return restore_quantized(kept) if isinstance(kept, QuantizedArray) else kept
 
@@ -185,9 +185,9 @@ def linear(
 ) -> list[jax.Array]:
     """y_j = h · kernels_j with h = prologue(*inputs): what feeds several kernels is quantized once and kept once.
 
-    For the backward pass the prologue's inputs are kept as its spec says, and FP8 of h; with `recipe.redo` only the former,
-    and the prologue is redone. Kernels are kept by reference. A product of two operands with one scale each is an FP8
-    product on Hopper.
+    For the backward pass the prologue's inputs are kept as its spec says, and FP8 of h; with `recipe.recompute` only the
+    former, and the prologue is run again. Kernels are kept by reference. A product of two
+    operands with one scale each is an FP8 product on Hopper.
 
     Args:
       inputs: what the prologue reads; without a prologue one array, h itself.
@@ -223,7 +223,7 @@ def linear(
         return multiply(unstashed(fn)(*inputs, *params), kernels)
     specs = [spec] * len(inputs)
     keeping = functools.partial(stashed, specs=specs, implementation=recipe.implementation)
-    if recipe.redo:
+    if recipe.recompute:
         # What is redone is at hand exactly. Only a product that wants its groups along the rows has a use for that.
         exact = shared or product.matches(recipe.linear_input, recipe.gradient)
         then = functools.partial(contract, recipe=recipe, axes=axes, shared=exact)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coat_jax.ops.norm_kernels import Mean, NormFunction, mean_of_row
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.rows import Mean, RowFunction, mean_of_row
 from coat_jax.ops.stash import nonlinear
 
 
@@ -80,7 +80,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, recipe: Recipe, *, eps: flo
     Source: arXiv 1910.07467.
     """
     formula = functools.partial(normalize_rms, eps=eps, dtype=dtype)
-    return nonlinear(RowFunction(formula, alone=True), [x], recipe, weight)
+    return nonlinear(NormFunction(formula, alone=True), [x], recipe, weight)
 
 
 def layer_norm(
@@ -112,4 +112,4 @@ def layer_norm(
     Source: arXiv 1607.06450.
     """
     formula = functools.partial(normalize_layer, eps=eps, dtype=dtype, fast_variance=fast_variance)
-    return nonlinear(RowFunction(formula, alone=True), [x], recipe, weight, bias)
+    return nonlinear(NormFunction(formula, alone=True), [x], recipe, weight, bias)

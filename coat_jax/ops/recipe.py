@@ -21,7 +21,8 @@ class Recipe:
       nonlinear_input: what is kept of the inputs of norms, activations and products of activations.
       attention: what is kept of q, k and v; the attention forward is rerun from it. None keeps what plain autodiff keeps.
       layer_input: what is kept of a layer's input under `remat="layer"`.
-      redo: keep a linear layer's non-linear inputs only and redo from them what the product consumed, instead of keeping both.
+      recompute: keep a linear layer's non-linear inputs only and compute from them again what the product consumed, instead of
+        keeping both.
       precision: of the weight products, as in `jax.lax.dot_general`; on Hopper None lets FP8 products accumulate in the
         tensor cores' 14 bits, "highest" promotes the partial sums to float32. Products of operands with a scale per 128
         promote the sum of each 128 in any case.
@@ -47,7 +48,7 @@ class Recipe:
     nonlinear_input: QuantSpec | None = None
     attention: QuantSpec | None = None
     layer_input: QuantSpec | None = None
-    redo: bool = False
+    recompute: bool = False
     precision: jax.lax.PrecisionLike = None
     implementation: Implementation | str | None = None
 

@@ -16,7 +16,7 @@ Chosen = Implementation | str | None
 STASH = "coat_stash"
 """The `checkpoint_name` of every stash."""
 
-Kept = QuantizedArray | jax.Array
+Stash = QuantizedArray | jax.Array
 
 remat_policy = jax.checkpoint_policies.save_only_these_names(STASH)
 """For `jax.checkpoint` and `nn.remat`: keep exactly the stashes, redo everything else."""
@@ -39,14 +39,14 @@ def restore_quantized(kept: QuantizedArray) -> QuantizedArray:
     return QuantizedArray.tree_unflatten((kept.spec, kept.dtype), (payload, kept.scale, kept.exponent))
 
 
-def keep(x: jax.Array, spec: QuantSpec | None, implementation: Chosen = None) -> Kept:
+def keep(x: jax.Array, spec: QuantSpec | None, implementation: Chosen = None) -> Stash:
     """What the backward pass gets of x: x quantized to `spec`; x itself for None or where x holds no real numbers."""
     if spec is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return checkpoint_name(x, STASH)
     return keep_quantized(quantize(x, spec, implementation=implementation))
 
 
-def restore(kept: Kept, implementation: Chosen = None) -> jax.Array:
+def restore(kept: Stash, implementation: Chosen = None) -> jax.Array:
     """The array that `keep` stands for, in its own dtype."""
     if not isinstance(kept, QuantizedArray):
         return kept
@@ -76,12 +76,12 @@ class Stashable:
 
     def forward(
         self, inputs: Sequence[Any], params: Sequence[Any], specs: Sequence[QuantSpec | None], implementation: Chosen
-    ) -> tuple[Any, tuple[Kept, ...]]:
+    ) -> tuple[Any, tuple[Stash, ...]]:
         """The result on exact values, and what is kept of each input."""
         return self(*inputs, *params), tuple(keep(x, spec, implementation) for x, spec in zip(inputs, specs, strict=True))
 
-    def redo(
-        self, kept: Sequence[Kept], params: Sequence[Any], implementation: Chosen
+    def recompute(
+        self, kept: Sequence[Stash], params: Sequence[Any], implementation: Chosen
     ) -> tuple[Callable[[], Any], Callable[[Any], tuple[Any, ...]]]:
         """Like `jax.vjp`, at what was kept: a function that gives the result, and one from cotangent to gradients."""
         y, pull = jax.vjp(self, *(restore(x, implementation) for x in kept), *params)
@@ -130,7 +130,7 @@ def stashed(
 
     def backward(residual, cotangent):
         kept, params, last = residual
-        again, pull = stashable.redo(kept, params, implementation)
+        again, pull = stashable.recompute(kept, params, implementation)
         of_last = ()
         if then is not None:
             cotangent, *of_last = jax.vjp(then, again(), last)[1](cotangent)

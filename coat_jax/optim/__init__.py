@@ -4,7 +4,7 @@ from coat_jax.optim import codecs
 from coat_jax.optim.adamw import STATIC_ARGS, CoatAdamState, coat_adamw, scale_by_coat_adam
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.master import Master
-from coat_jax.optim.specs import state_specs
+from coat_jax.optim.sharding import state_specs
 
 __all__ = [
     "STATIC_ARGS",

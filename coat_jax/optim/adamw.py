@@ -12,8 +12,8 @@ from coat_jax.optim import codecs, fused, leaves, master
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.moments import Draw, Rate
-from coat_jax.optim.step import Adam, Leaf, Stepper, groups_of, in_turn, zeros
+from coat_jax.optim.moments import NoiseUse, Rate
+from coat_jax.optim.step import Adam, Leaf, LeafUpdate, groups_of, in_turn, zeros
 from coat_jax.quant import Implementation
 from coat_jax.quant.implementation import refuse_explicit
 
@@ -99,15 +99,15 @@ class AdamW:
                 continue
             groups = groups_of(codecs.FLOAT32, change.shape)
             elements = Leaf(name, row).elements(change.shape, groups, master.needs_noise(self.master))
-            noise = groups.merge(elements.noise(Draw.MASTER, count)) if master.needs_noise(self.master) else None
+            noise = groups.merge(elements.noise(NoiseUse.MASTER, count)) if master.needs_noise(self.master) else None
             change, new = master.landing(value + change, weight.param, self.master, noise)
             rows.append((change, new.compensation))
         updates, compensation = tree.build(rows, 2)
         return updates, (first, *rest, MasterState(count, compensation))
 
-    def stepper(self, state: tuple[Any, ...]) -> Stepper:
+    def stepper(self, state: tuple[Any, ...]) -> LeafUpdate:
         """The step after `state`, for single leaves or rows of them."""
-        return Stepper.at(state[0].count, self.adam, self.codec, self.master)
+        return LeafUpdate.at(state[0].count, self.adam, self.codec, self.master)
 
     def rates(self, state: tuple[Any, ...], params: Any) -> list[Rate]:
         """How far each leaf of `params` follows its direction."""
@@ -255,7 +255,7 @@ def scale_by_coat_adam(
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
             return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
         _refuse_float32_state(state)
-        tree, stepper = Named.of(updates), Stepper.at(state.count, adam, codec)
+        tree, stepper = Named.of(updates), LeafUpdate.at(state.count, adam, codec)
         refuse_explicit("coat_adamw", *tree.leaves)
         columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
         rows: list[Any] = []

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from coat_jax.optim import master, moments
 from coat_jax.optim.master import Weight
 from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
-from coat_jax.optim.step import Leaf, Stepper, codec_of, groups_of, in_turn, merge, split
+from coat_jax.optim.step import Leaf, LeafUpdate, codec_of, groups_of, in_turn, merge, split
 from coat_jax.quant import Groups, Implementation
 from coat_jax.quant.implementation import choose, group_map, refusal, shareable
 from pallas_kernels.partition import Labels, Place, Split, stretched
@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 def update(
-    stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], implementation: Implementation | str | None
+    stepper: LeafUpdate, tasks: Sequence[Task], names: Sequence[str], implementation: Implementation | str | None
 ) -> list[tuple[Weight, Any, Any]]:
     """The next weight of every leaf, and its mu and nu to keep.
 
@@ -62,7 +62,7 @@ def _in_turn(tasks: list[Task], last: list[Any]) -> tuple[list[Task], list[Any]]
     return [task._replace(grad=g, mu=mu, nu=nu) for (g, mu, nu), task in zip(inputs, tasks, strict=True)], last
 
 
-def _kind(stepper: Stepper, task: Task) -> Hashable:
+def _kind(stepper: LeafUpdate, task: Task) -> Hashable:
     """What leaves in one launch have in common; None for a leaf with float32 moments."""
     codec = codec_of(stepper.codec, task.mu, task.nu)
     if not codec.quantizes:
@@ -72,23 +72,23 @@ def _kind(stepper: Stepper, task: Task) -> Hashable:
     return codec, dtypes, max(groups.tile, default=1), _refusal(stepper, task, groups), shareable(groups)
 
 
-def _refusal(stepper: Stepper, task: Task, groups: Groups) -> str | None:
+def _refusal(stepper: LeafUpdate, task: Task, groups: Groups) -> str | None:
     if groups.ragged and _numbered(stepper, task):
         return "has no kernel that rounds the groups of a ragged leaf stochastically"
     return refusal(groups)
 
 
-def _numbered(stepper: Stepper, task: Task) -> bool:
+def _numbered(stepper: LeafUpdate, task: Task) -> bool:
     return stepper.codec.stochastic or (master.needs_noise(stepper.master) and master.splits(task.weight.param, stepper.master))
 
 
 def _step(
-    stepper: Stepper, tasks: Sequence[Task], names: Sequence[str], implementation: Implementation | str | None
+    stepper: LeafUpdate, tasks: Sequence[Task], names: Sequence[str], implementation: Implementation | str | None
 ) -> list[tuple[Weight, Any, Any]]:
     """One step of leaves of one kind."""
 
-    def at(hyper: Hyper) -> Stepper:
-        return Stepper(stepper.codec, stepper.master, hyper)
+    def at(hyper: Hyper) -> LeafUpdate:
+        return LeafUpdate(stepper.codec, stepper.master, hyper)
 
     def plain(hyper: Hyper, tasks: Sequence[Task]) -> Any:
         done: list[Any] = []
@@ -136,7 +136,7 @@ def _split(hyper: Hyper, tasks: Sequence[Task]) -> Split:
 
 
 def _launch(
-    stepper: Stepper, tasks: Sequence[Task], spots: Sequence[Place], names: Sequence[str], interpret: bool
+    stepper: LeafUpdate, tasks: Sequence[Task], spots: Sequence[Place], names: Sequence[str], interpret: bool
 ) -> list[tuple[Weight, Any, Any]]:
     """One launch of the kernel, for leaves or the parts of leaves at `spots`, which are cut alike."""
     codec = codec_of(stepper.codec, tasks[0].mu, tasks[0].nu)

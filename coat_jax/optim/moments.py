@@ -17,14 +17,14 @@ from coat_jax.optim import master
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.master import Master, Weight
 from coat_jax.quant import QuantSpec, Rounding, rounding
-from coat_jax.quant.codec import Axes, Idle
+from coat_jax.quant.codec import Axes, DecayOnly
 from coat_jax.quant.codec import decode as decode_groups
 from coat_jax.quant.codec import encode as encode_groups
 
-FADING = (2.0**-16, 0)
-"""How far a momentum that only decays widens the range of its group (`Idle`): to where COAT's k is about 1."""
+MU_REACH = (2.0**-16, 0)
+"""How far a momentum that only decays widens the range of its group (`DecayOnly`): to where COAT's k is about 1."""
 
-GONE = (2.0**-1.5, 2)
+NU_REACH = (2.0**-1.5, 2)
 """How far the nu of an element without momentum widens the range: to twice that of live elements, in octaves, and 1.5 more.
 
 Emulated, half of a group dormant: the error of live elements stays under twice that without. All of a dormant element's nu, as
@@ -83,7 +83,7 @@ class Moments(NamedTuple):
     nu: Stored
 
 
-class Draw(enum.IntEnum):
+class NoiseUse(enum.IntEnum):
     """What random bits are for: each use has its own."""
 
     MU = 0
@@ -102,7 +102,7 @@ class Elements(NamedTuple):
     seed: int
     index: jax.Array | None  # type: ignore[assignment]
 
-    def noise(self, use: Draw, count: jax.Array, antithetic: bool = False) -> jax.Array:
+    def noise(self, use: NoiseUse, count: jax.Array, antithetic: bool = False) -> jax.Array:
         """float32 in [0, 1) for every element: a pure function of (step, leaf, element, use)."""
         assert self.index is not None
         seed = rounding.fold(self.seed, use)
@@ -130,23 +130,23 @@ def encode(moments: Moments, codec: MomentCodec, axes: Axes, still: jax.Array, c
     Args:
       moments: float32, finite.
       still: which elements had a gradient of exactly 0. Their mu only decays; it is rounded towards zero, which it reaches in
-        some tens of steps, and from then on their nu widens the range of its group no further than `GONE`.
+        some tens of steps, and from then on their nu widens the range of its group no further than `NU_REACH`.
       count: the step.
       elements: for stochastic rounding.
     """
 
-    def store(x: jax.Array, spec: QuantSpec | None, use: Draw, idle: Idle) -> Stored:
+    def store(x: jax.Array, spec: QuantSpec | None, use: NoiseUse, idle: DecayOnly) -> Stored:
         if spec is None:
             return x
         noise = elements.noise(use, count, codec.antithetic) if spec.rounding is Rounding.STOCHASTIC else None
         return encode_groups(x, spec, axes, noise, idle)
 
-    nu = store(moments.nu, codec.nu, Draw.NU, Idle(moments.mu == 0, *GONE))
+    nu = store(moments.nu, codec.nu, NoiseUse.NU, DecayOnly(moments.mu == 0, *NU_REACH))
     mu = moments.mu
     if codec.relative:
         read = _load(nu, codec.nu, axes)
         mu = jnp.where(read > 0, mu * jax.lax.rsqrt(jnp.where(read > 0, read, 1.0)), 0.0)
-    return Moments(store(mu, codec.mu, Draw.MU, Idle(still, *FADING)), nu)
+    return Moments(store(mu, codec.mu, NoiseUse.MU, DecayOnly(still, *MU_REACH)), nu)
 
 
 def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moments]:
@@ -179,5 +179,5 @@ def update_weight(
     weight: Weight, direction: jax.Array, keep: Master | None, rate: Rate, hyper: Hyper, elements: Elements
 ) -> Weight:
     """The next weight as it is kept."""
-    noise = elements.noise(Draw.MASTER, hyper.count) if master.needs_noise(keep) else None
+    noise = elements.noise(NoiseUse.MASTER, hyper.count) if master.needs_noise(keep) else None
     return master.store(follow(master.load(weight), direction, rate, hyper), weight.param, keep, noise)

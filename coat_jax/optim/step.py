@@ -157,7 +157,7 @@ class Adam(NamedTuple):
     eps_root: jax.typing.ArrayLike
 
 
-class Stepper(NamedTuple):
+class LeafUpdate(NamedTuple):
     """One step of an optimizer, ready to take any of its leaves.
 
     Attributes:
@@ -171,7 +171,7 @@ class Stepper(NamedTuple):
     hyper: Hyper
 
     @classmethod
-    def at(cls, count: jax.Array, adam: Adam, codec: MomentCodec, master: Master | None = None) -> "Stepper":
+    def at(cls, count: jax.Array, adam: Adam, codec: MomentCodec, master: Master | None = None) -> "LeafUpdate":
         """The step after `count` steps."""
         return cls(codec, master, Hyper.of(optax.safe_increment(count), *adam))
 

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from coat_jax.compiled.devices import GIB
 from coat_jax.plan import row as planning
 from coat_jax.plan import search
-from coat_jax.plan.devices import GIB
-from coat_jax.plan.row import RESERVE_BYTES, Row
-from coat_jax.plan.setting import Setting
-from coat_jax.train.provenance import check_file, compact, provenance
+from coat_jax.plan.config import PlanConfig
+from coat_jax.plan.row import RESERVE_BYTES, PlanRow
+from coat_jax.results import check_file, compact, provenance
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc-cu12")
 
@@ -29,7 +29,7 @@ LEFT_OUT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class PlanOutput:
     """What is shown and written.
 
     Attributes:
@@ -64,7 +64,7 @@ class Output:
         """Where people read: standard error if the JSON goes to standard output."""
         return Console(stderr=self.json == "-")
 
-    def show(self, rows: Sequence[Row], command: str) -> None:
+    def show(self, rows: Sequence[PlanRow], command: str) -> None:
         """The table, then the files."""
         self.console.print(table(rows, self.reserve_bytes))
         for row in rows:
@@ -83,8 +83,8 @@ class Output:
 
 
 def run(
-    setting: Setting, *, compare: bool = False, fit: bool = False, output: Output | None = None, command: str = ""
-) -> list[Row]:
+    setting: PlanConfig, *, compare: bool = False, fit: bool = False, output: PlanOutput | None = None, command: str = ""
+) -> list[PlanRow]:
     """Plans one setting, or the frontier around it, and shows it.
 
     Args:
@@ -97,21 +97,21 @@ def run(
     Raises:
       PlanError: no CUDA plug-in is installed.
     """
-    output = output or Output()
+    output = output or PlanOutput()
     settings = search.frontier(setting) if compare else [setting]
     rows = sorted(planned(settings, output, fit=fit), key=lambda row: (row.error is not None, -row.peak_bytes))
     output.show(rows, command)
     return rows
 
 
-def planned(settings: Iterable[Setting], output: Output, *, fit: bool) -> list[Row]:
+def planned(settings: Iterable[PlanConfig], output: PlanOutput, *, fit: bool) -> list[PlanRow]:
     """Rows of the settings, with a progress bar."""
     settings = list(settings)
     parts = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*parts, console=output.console, transient=True) as progress:
         task = progress.add_task("compiling", total=len(settings))
 
-        def plan(setting: Setting) -> Row:
+        def plan(setting: PlanConfig) -> PlanRow:
             progress.update(task, description=f"{setting.label}, batch {setting.batch}")
             return planning.plan(setting)
 
@@ -122,14 +122,14 @@ def planned(settings: Iterable[Setting], output: Output, *, fit: bool) -> list[R
     return rows
 
 
-def fitted(row: Row, plan: Callable[[Setting], Row], reserve_bytes: int) -> Row:
+def fitted(row: PlanRow, plan: Callable[[PlanConfig], PlanRow], reserve_bytes: int) -> PlanRow:
     """The row with the largest batch that fits."""
     if row.error is not None:
         return row
     return dataclasses.replace(row, largest_batch=search.largest_batch(row, plan, reserve_bytes))
 
 
-def table(rows: Sequence[Row], reserve_bytes: int) -> Table:
+def table(rows: Sequence[PlanRow], reserve_bytes: int) -> Table:
     """The rows for people; GiB."""
     first = rows[0].setting
     gpus = f"{first.gpus} x {first.device}" if first.gpus > 1 else f"one {first.device}"
@@ -151,7 +151,7 @@ def table(rows: Sequence[Row], reserve_bytes: int) -> Table:
     return shown
 
 
-def details(row: Row) -> str:
+def details(row: PlanRow) -> str:
     """Products, exchanges and what is kept, of one row, a line each."""
     if row.error is not None:
         return f"{row.setting.label}: {row.error}"

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from coat_jax.compiled.devices import GIB
 from coat_jax.plan import command
-from coat_jax.plan.devices import GIB
-from coat_jax.plan.setting import Setting
-from coat_jax.train.provenance import compact, provenance
+from coat_jax.plan.config import PlanConfig
+from coat_jax.results import compact, provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,10 @@ WITHOUT_FIGURES = (("llama2-7b", 2), ("llama2-13b", 2))
 SEQUENCES = 2  # of each GPU, as the paper's 7B on four GPUs
 
 
-def settings() -> Iterator[Setting]:
+def settings() -> Iterator[PlanConfig]:
     """Every cell of the table, the ones with a published figure first."""
     for model, gpus in [*((p.model, p.gpus) for p in PUBLISHED), *WITHOUT_FIGURES]:
-        start = Setting(model, "plain", "optax", batch=SEQUENCES * gpus, gpus=gpus)
+        start = PlanConfig(model, "plain", "optax", batch=SEQUENCES * gpus, gpus=gpus)
         yield start
         yield start.replace(remat="dots")
         yield start.replace(recipe="coat", codec="coat")
@@ -53,7 +53,7 @@ def settings() -> Iterator[Setting]:
         yield start.replace(recipe="lean", codec="coat", fused=True)
 
 
-def run(path: Path, *, output: command.Output, typed: str, fit: bool = True) -> dict[str, Any]:
+def run(path: Path, *, output: command.PlanOutput, typed: str, fit: bool = True) -> dict[str, Any]:
     """Plans every cell that `path` does not hold yet, writing the file after each, and prints the table.
 
     Args:
@@ -87,7 +87,7 @@ def run(path: Path, *, output: command.Output, typed: str, fit: bool = True) -> 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells the cells apart."""
-    return tuple(row[field.name] for field in dataclasses.fields(Setting))
+    return tuple(row[field.name] for field in dataclasses.fields(PlanConfig))
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -96,7 +96,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
     ours = {s.label: None for s in settings()}
     for name in ("model", "GPUs", *ours, "paper: BF16", "COAT"):
         shown.add_column(name, justify="left" if name == "model" else "right")
-    labels = [(Setting(**dict(zip([f.name for f in dataclasses.fields(Setting)], key(row), strict=True))), row) for row in rows]
+    labels = [
+        (PlanConfig(**dict(zip([f.name for f in dataclasses.fields(PlanConfig)], key(row), strict=True))), row) for row in rows
+    ]
     figures = {(p.model, p.gpus): (p.bf16, p.coat) for p in PUBLISHED}
     for model, gpus in dict.fromkeys((s.model, s.gpus) for s, _ in labels):
         cells = {s.label: row for s, row in labels if (s.model, s.gpus) == (model, gpus)}

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import matplotlib.figure
 
-from coat_jax.plan.devices import GIB
-from coat_jax.plan.row import Row
+from coat_jax.compiled.devices import GIB
+from coat_jax.plan.row import PlanRow
 
 
-def frontier(rows: Sequence[Row]) -> matplotlib.figure.Figure:
+def frontier(rows: Sequence[PlanRow]) -> matplotlib.figure.Figure:
     """Bars of the peak per GPU, arguments and temporaries apart, with the device's memory as a line."""
     rows = [row for row in rows if row.error is None]
     first = rows[0].setting

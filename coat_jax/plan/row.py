@@ -1,20 +1,20 @@
-"""`Row`: what one setting costs, as compiled and as modelled; a line of every table and of the JSON."""
+"""`PlanRow`: what one setting costs, as compiled and as modelled; a line of every table and of the JSON."""
 
 import dataclasses
 import time
 from typing import Any
 
-from coat_jax.plan import devices, roofline
-from coat_jax.plan.program import Program
-from coat_jax.plan.setting import Setting
+from coat_jax.compiled import devices, roofline
+from coat_jax.compiled.program import Program
+from coat_jax.plan.config import PlanConfig
 from coat_jax.plan.step import training_step
 
 RESERVE_BYTES = 4 * devices.GIB
-"""Kept free for what a compiled peak leaves out: CUDA context, workspaces of cuBLAS and NCCL, fragmentation."""
+"""Residual free for what a compiled peak leaves out: CUDA context, workspaces of cuBLAS and NCCL, fragmentation."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One setting, compiled.
 
     Attributes:
@@ -31,7 +31,7 @@ class Row:
       largest_batch: sequences over all GPUs of the largest step that fits, where it was asked for; 0 where none does.
     """
 
-    setting: Setting
+    setting: PlanConfig
     error: str | None = None
     peak_bytes: int = 0
     argument_bytes: int = 0
@@ -67,7 +67,7 @@ class Row:
         return dataclasses.asdict(self.setting) | found | modelled | fits
 
 
-def plan(setting: Setting) -> Row:
+def plan(setting: PlanConfig) -> PlanRow:
     """Compiles the step of one setting.
 
     A setting that cannot be compiled is a row with an error, so that the others of a table still come out.
@@ -79,18 +79,18 @@ def plan(setting: Setting) -> Row:
     try:
         program = training_step(setting).compile(setting)
     except (ValueError, TypeError, NotImplementedError) as error:
-        return Row(setting, error=_one_line(error))
+        return PlanRow(setting, error=_one_line(error))
     except RuntimeError as error:
         if type(error) is not RuntimeError and not _from_xla(error):
             raise
-        return Row(setting, error=_one_line(error))
+        return PlanRow(setting, error=_one_line(error))
     return read(setting, program, time.perf_counter() - start)
 
 
-def read(setting: Setting, program: Program, compile_seconds: float) -> Row:
+def read(setting: PlanConfig, program: Program, compile_seconds: float) -> PlanRow:
     """The row of a compiled program."""
     flops = program.flops()
-    return Row(
+    return PlanRow(
         setting,
         peak_bytes=program.peak_bytes,
         argument_bytes=program.argument_bytes,

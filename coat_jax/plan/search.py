@@ -3,20 +3,20 @@
 from collections.abc import Callable
 
 from coat_jax.models.plain import Remat
-from coat_jax.plan.row import Row
-from coat_jax.plan.setting import Baseline, Setting
+from coat_jax.plan.config import Baseline, PlanConfig
+from coat_jax.plan.row import PlanRow
 
 _LARGEST = 4096  # sequences per GPU; a search that comes this far stops
 
 
-def baselines(setting: Setting) -> list[Setting]:
+def baselines(setting: PlanConfig) -> list[PlanConfig]:
     """What everyone has: plain BF16 with `optax.adamw`, under the usual policy, under full remat, and that with FP8 moments."""
     plain = setting.replace(recipe=str(Baseline.PLAIN), codec=str(Baseline.OPTAX), remat=str(Remat.NONE), fused=False)
     full = plain.replace(remat=str(Remat.LAYER))
     return [plain, plain.replace(remat=str(Remat.DOTS)), full, full.replace(codec="coat")]
 
 
-def ours(setting: Setting) -> list[Setting]:
+def ours(setting: PlanConfig) -> list[PlanConfig]:
     """This library's: the paper's recipe, the lean one, and both updated inside the backward pass."""
     codec = "coat" if setting.codec == Baseline.OPTAX else setting.codec
     start = setting.replace(codec=codec, remat=str(Remat.NONE), fused=False)
@@ -24,13 +24,13 @@ def ours(setting: Setting) -> list[Setting]:
     return rows + [row.replace(fused=True) for row in rows]
 
 
-def frontier(setting: Setting) -> list[Setting]:
+def frontier(setting: PlanConfig) -> list[PlanConfig]:
     """One setting for each combination worth comparing on the same model, GPUs, batch and sequence; `setting` is among them."""
     found = baselines(setting) + ours(setting)
     return found if setting in found else [setting, *found]
 
 
-def largest_batch(row: Row, plan: Callable[[Setting], Row], reserve_bytes: int) -> int:
+def largest_batch(row: PlanRow, plan: Callable[[PlanConfig], PlanRow], reserve_bytes: int) -> int:
     """Sequences over all GPUs of the largest step that fits, or 0.
 
     The compiled peak grows almost linearly with the batch, so the search steps along the line through what is known and
@@ -57,7 +57,7 @@ def largest_batch(row: Row, plan: Callable[[Setting], Row], reserve_bytes: int) 
         guess = min(max(_along_the_line(known, reserve_bytes), fits + 1), too_large - 1)
 
 
-def _along_the_line(known: dict[int, Row], reserve_bytes: int) -> int:
+def _along_the_line(known: dict[int, PlanRow], reserve_bytes: int) -> int:
     """The batch per GPU at which the line through the two largest known ones meets the memory; twice the only known one."""
     planned = sorted(batch for batch, row in known.items() if row.error is None)
     if len(planned) < 2:

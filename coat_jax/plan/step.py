@@ -1,4 +1,4 @@
-"""The training step that a `Setting` describes, ready to be compiled."""
+"""The training step that a `PlanConfig` describes, ready to be compiled."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax import recipes
+from coat_jax.compiled.compile import compile_for
+from coat_jax.compiled.program import Program
+from coat_jax.fused_step.llama import layered_llama
+from coat_jax.fused_step.step import fused_step, ordinary_step
 from coat_jax.models import llama, plain
 from coat_jax.optim import coat_adamw, codecs, state_specs
 from coat_jax.parallel import batch_spec, fsdp_specs
-from coat_jax.plan.compile import compile_for
-from coat_jax.plan.program import Program
-from coat_jax.plan.setting import Baseline, Setting
-from coat_jax.train.llama_parts import parts_of_llama
-from coat_jax.train.step import fused_step, ordinary_step
+from coat_jax.plan.config import Baseline, PlanConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """A step (params, state, tokens) -> (params, state, ...) with its arguments and where they live.
 
     Attributes:
@@ -33,7 +33,7 @@ class Step:
     args: tuple[Any, Any, Any]
     specs: tuple[Any, Any, Any]
 
-    def compile(self, setting: Setting) -> Program:
+    def compile(self, setting: PlanConfig) -> Program:
         """The program for the setting's GPUs, with parameters and state donated, given all the memory that it wants."""
         placed = (self.specs[0], self.specs[1], None) if setting.gpus > 1 else None
         return compile_for(
@@ -47,7 +47,7 @@ class Step:
         )
 
 
-def optimizer(setting: Setting) -> optax.GradientTransformation:
+def optimizer(setting: PlanConfig) -> optax.GradientTransformation:
     """AdamW as Llama 2 was trained: b1 0.9, b2 0.95, weight decay 0.1."""
     if setting.codec == Baseline.OPTAX:
         return optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
@@ -79,7 +79,7 @@ class PlainStep:
         return optax.apply_updates(params, updates), state, value
 
 
-def training_step(setting: Setting) -> Step:
+def training_step(setting: PlanConfig) -> PlannedStep:
     """The step that `setting` describes."""
     tx = optimizer(setting)
     tokens = jax.ShapeDtypeStruct((setting.batch, setting.seq + 1), jnp.int32)
@@ -93,9 +93,9 @@ def training_step(setting: Setting) -> Step:
         remat = "layer" if setting.remat == plain.Remat.LAYER else None
         model = declared = llama.Llama(setting.config, recipes.named(setting.recipe), remat=remat)
         make = fused_step if setting.fused else ordinary_step
-        step = make(parts_of_llama(model), tx)
+        step = make(layered_llama(model), tx)
     params = jax.eval_shape(lambda: declared.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"])
     state = jax.eval_shape(step.init, params)
     placed = fsdp_specs(params, setting.gpus)
     moments = state_specs(state, params, placed, {"fsdp": setting.gpus})
-    return Step(step, (params, state, tokens), (placed, moments, batch_spec()))
+    return PlannedStep(step, (params, state, tokens), (placed, moments, batch_spec()))

@@ -27,7 +27,7 @@ from coat_jax.quant.spec import QuantSpec
 Axes = tuple[int, ...]
 
 
-class Idle(NamedTuple):
+class DecayOnly(NamedTuple):
     """Elements that only decay.
 
     Attributes:
@@ -74,10 +74,10 @@ def group_amin(x: jax.Array, axes: Axes) -> jax.Array:
     return jnp.min(jnp.where(a >= TINY, a, jnp.inf), axis=axes, initial=jnp.inf)
 
 
-def smallest_ratio(x: jax.Array, amax: jax.Array, axes: Axes, idle: Idle | None) -> jax.Array:
+def smallest_ratio(x: jax.Array, amax: jax.Array, axes: Axes, idle: DecayOnly | None) -> jax.Array:
     """The ratio to amax that a group's exponent is fitted to: of its smallest non-zero element.
 
-    Idle elements count down to their reach, so that they fade without costing live ones much. Where no element is live all
+    DecayOnly elements count down to their reach, so that they fade without costing live ones much. Where no element is live all
     count: one step without a gradient must not squeeze a group into the range of its amax.
     """
     smallest = floor_ratio(group_amin(x, axes), amax)
@@ -110,7 +110,7 @@ def round_to_codes(
     exponent: jax.Array | None,
     spec: QuantSpec,
     noise: jax.Array | None = None,
-    idle: Idle | None = None,
+    idle: DecayOnly | None = None,
 ) -> jax.Array:
     """Magnitudes y in the code domain, which stand for `ratio`, each moved to one that the format represents.
 
@@ -118,9 +118,9 @@ def round_to_codes(
     in the linear domain, so that the expectation of what is decoded is what was encoded.
     """
     if spec.rounding is Rounding.NEAREST:
-        return y if idle is None else jnp.where(idle.mask, spec.format.floor(jnp.minimum(y, spec.format.max))[0], y)
+        return y if idle is None else jnp.where(idle.mask, spec.format.neighbours(jnp.minimum(y, spec.format.max))[0], y)
     assert noise is not None
-    lower, upper = spec.format.floor(jnp.minimum(y, spec.format.max))
+    lower, upper = spec.format.neighbours(jnp.minimum(y, spec.format.max))
     if spec.expansion is None:
         low, high = lower, upper
     else:
@@ -135,7 +135,7 @@ def encode(
     spec: QuantSpec,
     axes: Axes,
     noise: jax.Array | None = None,
-    idle: Idle | None = None,
+    idle: DecayOnly | None = None,
     amax: jax.Array | None = None,
 ) -> Codes:
     """Codes of the groups that lie along `axes` of x.

@@ -49,7 +49,7 @@ class Format:
             return jnp.where(jnp.isnan(y), 0.0, jnp.round(inside)).astype(self.dtype)
         return jnp.where(jnp.isnan(y), y, inside).astype(self.dtype)
 
-    def floor(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def neighbours(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The two neighbouring magnitudes, lower <= y <= upper, that the format represents exactly.
 
         Args:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.quant import codec, rounding, tensor
+from coat_jax.quant import codec, rounding
+from coat_jax.quant import per_tensor as tensor
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.granularity import Groups, PerTensor
 from coat_jax.quant.implementation import Implementation, choose, group_map, refusal

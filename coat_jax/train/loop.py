@@ -1,4 +1,4 @@
-"""The training loop: one compiled step for an arm, shared by all its seeds; losses come out as they are measured."""
+"""The training loop: one compiled step for an variant, shared by all its seeds; losses come out as they are measured."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax.train.step import Step as FusedStep
+from coat_jax.fused_step.step import TrainingStep
 
 
 class State(NamedTuple):
@@ -27,7 +27,7 @@ class State(NamedTuple):
     opt_state: Any
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """One step as measured.
 
     Attributes:
@@ -47,18 +47,18 @@ class DivergedError(ArithmeticError):
     """A loss that is not finite.
 
     Attributes:
-      arm: name of the arm.
+      variant: name of the variant.
       step: number of the step.
       loss: the loss.
     """
 
-    def __init__(self, arm: str, step: int, loss: float):
-        super().__init__(f"arm {arm}: the loss is {loss} at step {step}; try a lower learning rate or another seed")
-        self.arm, self.step, self.loss = arm, step, loss
+    def __init__(self, variant: str, step: int, loss: float):
+        super().__init__(f"variant {variant}: the loss is {loss} at step {step}; try a lower learning rate or another seed")
+        self.variant, self.step, self.loss = variant, step, loss
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to train: initial parameters, a loss and an optimizer.
 
     Attributes:
@@ -73,11 +73,11 @@ class Arm:
     init: Callable[[jax.Array], Any]
     loss: Callable[[Any, jax.Array], jax.Array]
     optimizer: optax.GradientTransformation
-    fused: FusedStep | None = None
+    fused: TrainingStep | None = None
 
     @classmethod
-    def of_model(cls, name: str, model: Any, optimizer: optax.GradientTransformation) -> "Arm":
-        """An arm for a model of `coat_jax.models`, on batches of tokens, int (batch, seq + 1)."""
+    def of_model(cls, name: str, model: Any, optimizer: optax.GradientTransformation) -> "Variant":
+        """An variant for a model of `coat_jax.models`, on batches of tokens, int (batch, seq + 1)."""
 
         def init(key: jax.Array) -> Any:
             return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
@@ -89,38 +89,38 @@ class Arm:
 
 
 class Trainer:
-    """Trains one arm. Everything is compiled once, for one batch shape, and serves any number of seeds.
+    """Trains one variant. Everything is compiled once, for one batch shape, and serves any number of seeds.
 
     Args:
-      arm: what to train.
+      variant: what to train.
       batch: a batch, or its shape and dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
-      >>> from coat_jax.train.loop import Arm, Trainer
-      >>> arm = Arm("line", lambda key: jnp.zeros(()), lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.25))
-      >>> trainer = Trainer(arm, np.zeros((2,), np.float32))
+      >>> from coat_jax.train.loop import Variant, Trainer
+      >>> variant = Variant("line", lambda key: jnp.zeros(()), lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.25))
+      >>> trainer = Trainer(variant, np.zeros((2,), np.float32))
       >>> batches = [np.ones((2,), np.float32)] * 3
       >>> [step.loss for step in trainer.train(trainer.start(seed=0), batches)]
       [1.0, 0.25, 0.0625]
     """
 
-    def __init__(self, arm: Arm, batch: Any):
-        self.arm = arm
+    def __init__(self, variant: Variant, batch: Any):
+        self.variant = variant
         self._start = jax.jit(self._first_state)
-        self._loss = jax.jit(arm.loss)
+        self._loss = jax.jit(variant.loss)
         self._batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
 
     def _first_state(self, key: jax.Array) -> State:
-        params = self.arm.init(key)
-        return State(params, (self.arm.fused or self.arm.optimizer).init(params))
+        params = self.variant.init(key)
+        return State(params, (self.variant.fused or self.variant.optimizer).init(params))
 
     def _update(self, state: State, batch: jax.Array) -> tuple[State, jax.Array]:
-        if self.arm.fused is not None:
-            params, opt_state, metrics = self.arm.fused(*state, batch)
+        if self.variant.fused is not None:
+            params, opt_state, metrics = self.variant.fused(*state, batch)
             return State(params, opt_state), metrics.loss
-        loss, grads = jax.value_and_grad(self.arm.loss)(state.params, batch)
-        updates, opt_state = self.arm.optimizer.update(grads, state.opt_state, state.params)
+        loss, grads = jax.value_and_grad(self.variant.loss)(state.params, batch)
+        updates, opt_state = self.variant.optimizer.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, updates), opt_state), loss
 
     @functools.cached_property
@@ -137,7 +137,7 @@ class Trainer:
         """The state before the first step."""
         return self._start(jax.random.key(seed))
 
-    def train(self, state: State, batches: Iterable[np.ndarray]) -> Iterator[Step]:
+    def train(self, state: State, batches: Iterable[np.ndarray]) -> Iterator[StepResult]:
         """Takes one step for every batch and yields it. `state` is used up; each step carries the next one.
 
         Raises:
@@ -149,8 +149,8 @@ class Trainer:
             state, loss = step(state, batch)
             value = float(loss)
             if not math.isfinite(value):
-                raise DivergedError(self.arm.name, number, value)
-            yield Step(number, value, time.perf_counter() - began, state)
+                raise DivergedError(self.variant.name, number, value)
+            yield StepResult(number, value, time.perf_counter() - began, state)
 
     def evaluate(self, params: Any, batches: Iterable[np.ndarray]) -> float:
         """The mean loss over `batches`, without updates."""

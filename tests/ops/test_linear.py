@@ -66,7 +66,7 @@ def test_what_is_redone_enters_the_weight_gradient_of_blocks_rounded_once():
 
 @pytest.mark.plan
 def test_products_of_blocks_are_kernels_on_an_h100_and_none_is_bfloat16():
-    from coat_jax.plan import compile_for
+    from coat_jax.compiled import compile_for
 
     x, w = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)
 

@@ -1,0 +1,145 @@
+"""The static table of kernels: what each moves against the least that it could, and what the compiler made of it.
+
+Compiled for an H100, not measured: no kernel runs.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from coat_jax.bench.kernels import KernelSpec, matching
+from coat_jax.bench.table import table
+from coat_jax.compiled.compile import compile_for
+from coat_jax.results import compact, provenance
+
+NOTE = (
+    "Compiled for an H100 on this machine, not measured: no kernel was run. Bytes are those of the copies that a kernel issues."
+)
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+_REPORTS = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES", "MOSAIC_GPU_DUMP_PTX")
+_E4M3 = re.compile(r"wgmma\.mma_async\S*\.e4m3\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel as compiled.
+
+    Attributes:
+      name: of the case.
+      moved, least: bytes per element.
+      registers, spills: of a thread, in bytes the second; None of a kernel that this process had compiled before.
+      shared_memory: bytes of a block; None where this jax does not tell.
+      temporaries: bytes of device memory.
+      wgmma: of a product, how many instructions of its PTX multiply e4m3 operands on the tensor cores; None of others.
+    """
+
+    name: str
+    moved: float
+    least: float
+    registers: int | None
+    shared_memory: int | None
+    spills: int | None
+    temporaries: int
+    wgmma: int | None = None
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[list[str]]:
+    """What the process writes to its outputs meanwhile, whoever writes it: the kernel compiler reports there."""
+    texts: list[str] = []
+    before = {name: os.environ.get(name) for name in _REPORTS}
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        kept = [os.dup(1), os.dup(2)]
+        os.environ.update(dict.fromkeys(before, "1"))
+        try:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            yield texts
+        finally:
+            sys.stdout.flush()
+            for number, saved in zip((1, 2), kept, strict=True):
+                os.dup2(saved, number)
+                os.close(saved)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+
+
+def moved(function: Callable[..., Any], *args: Any) -> int:
+    """Bytes that the kernels of a function move: what their launches say of the copies that they issue."""
+    return _moved(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _moved(jaxpr: Any) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        if (cost := eqn.params.get("cost_estimate")) is not None:
+            total += cost.bytes_accessed
+            continue
+        for key in ("kernel", "launch"):  # of the library's own primitives: functions that are traced when they are lowered
+            if callable(function := eqn.params.get(key)):
+                total += moved(function, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+        inner = (getattr(part, "jaxpr", part) for part in jax.tree.leaves(list(eqn.params.values())))
+        times = eqn.params.get("length", 1)
+        total += times * sum(_moved(part) for part in inner if hasattr(part, "eqns"))
+    return total
+
+
+@functools.cache
+def compiled(case: KernelSpec) -> CompiledKernel:
+    """The row of a kernel, compiled for an H100. The compiler tells of each kernel once in a process, hence the cache.
+
+    Raises:
+      PlanError: the `plan` extra is not installed.
+    """
+    function = case.make("pallas")
+    with _said() as texts:
+        program = compile_for("h100", function, *case.abstract, donate_argnums=case.donated)
+
+    def number(pattern: str) -> int | None:
+        return max((int(n) for n in re.findall(pattern, texts[0])), default=None)
+
+    return CompiledKernel(
+        name=case.name,
+        moved=moved(function, *case.abstract) / case.elements,
+        least=case.least,
+        registers=number(r"Used (\d+) registers"),
+        shared_memory=number(r"smem_scratch_bytes=(\d+)"),
+        spills=number(r"(\d+) bytes spill stores"),
+        temporaries=program.temp_bytes,
+        wgmma=len(_E4M3.findall(texts[0])) if case.flops else None,
+    )
+
+
+def shown(rows: Sequence[CompiledKernel]) -> str:
+    """The rows as a table."""
+    heads = ("kernel", "bytes/element", "least", "registers", "shared memory", "spills", "temporaries", "e4m3 wgmma")
+    counts = [(row.registers, row.shared_memory, row.spills, row.temporaries, row.wgmma) for row in rows]
+    texts = [["" if n is None else f"{n:,}" for n in some] for some in counts]
+    return table(heads, [(r.name, f"{r.moved:.3f}", f"{r.least:.3f}", *some) for r, some in zip(rows, texts, strict=True)])
+
+
+def run(*, only: str = "", json: str | None = None, command: str = "") -> list[CompiledKernel]:
+    """Compiles the kernels whose names hold `only`, prints their table, and writes JSON to the file `json`.
+
+    Raises:
+      ValueError: no kernel's name holds `only`.
+      PlanError: the `plan` extra is not installed.
+    """
+    rows = [compiled(case) for case in matching(only)]
+    print(NOTE + "\n\n" + shown(rows))
+    if json:
+        record = {**provenance(command, PACKAGES), "note": NOTE, "rows": [dataclasses.asdict(r) for r in rows]}
+        Path(json).write_text(compact(record), encoding="utf-8")
+    return rows

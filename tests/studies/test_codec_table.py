@@ -1,0 +1,62 @@
+"""The codec table in short: random gradients, one run of the small Llama, and the verdicts over committed results."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coat_jax import codecs
+from coat_jax.studies import codec_errors, codec_study, codec_table
+from coat_jax.studies.variants import StudyConfig
+from coat_jax.train import data as text
+
+RESULTS = Path(__file__).parents[2] / "results" / "codecs.json"
+
+
+@pytest.mark.parametrize("name,worst", [("coat", 0.08), ("log_relative", 0.03)])
+def test_random_gradients(name, worst):
+    # 300 steps are too few for a drop to fade at b2 = 0.999; errors and dormant elements are what they are after 2,000.
+    found = codec_errors.measure(codecs.named(name), groups=2, sigmas=(1.0,), last=300)
+    assert found["one_shot"][0] < worst / 2
+    assert found["closed_loop"]["0.95"][0] < worst
+    assert found["dormant"]["passed"]
+
+
+def test_a_run_of_the_small_llama_and_its_moments():
+    settings = StudyConfig(steps=4, batch=2, seq=16, validation_batches=2)
+    study = codec_study.Study(settings, text.load(seed=0))
+    steps = []
+    row, state = study.run(study.trainer(codecs.FLOAT32), 0, perturbed=True, advance=lambda: steps.append(1))
+    assert len(steps) == 4
+    assert 0 < row["validation_loss"] < np.log(256) + 0.5
+    real = codec_study.real_moments(state)
+    assert real["mean_squared_error_plain_fp8_over_coat"] > 1
+    assert real["relative_error"]["log_relative"]["update"] < real["relative_error"]["coat"]["update"] < 0.1
+
+
+def test_bytes_of_the_codecs():
+    assert codec_study.bytes_per_parameter(codecs.COAT) == 2 + 2 * 5 / 128
+    assert codec_study.bytes_per_parameter(codecs.LOG_RELATIVE) == 2 + 9 / 128
+    assert codec_study.bytes_per_parameter(codecs.FLOAT32) == 8
+
+
+def test_what_the_committed_table_says():
+    results = json.loads(RESULTS.read_text())
+    assert codec_table.verdicts(results) == results["verdicts"]
+    passed = {name for name, row in results["verdicts"].items() if row["dormant"] and row["drop"]}
+    assert "log_relative" in passed, "the recommended codec"
+    assert all(results["verdicts"][name]["loss"] for name in ("coat", "log_relative"))
+    assert results["real_moments"]["mean_squared_error_plain_fp8_over_coat"] >= 2
+    rows = results["codecs"]
+    for column in (lambda r: r["one_shot"], lambda r: r["closed_loop"]["0.95"], lambda r: r["closed_loop"]["0.999"]):
+        best = np.min([column(rows[name]) for name in passed], axis=0)
+        assert np.all(np.array(column(rows["log_relative"])) <= 1.15 * best)
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(ValueError, match="seeds=1; use 2 or more"):
+        codec_table.run(StudyConfig(), seeds=1, out=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        codec_table.run(StudyConfig(), out=tmp_path / "file")

@@ -1,0 +1,58 @@
+"""The study of recipes: what it writes, what it does not repeat, and what the committed one says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coat_jax.studies import recipe_study
+from coat_jax.studies.variants import StudyConfig
+
+ROOT = Path(__file__).parents[2]
+COMMITTED, README = ROOT / "results" / "recipes.json", ROOT / "README.md"
+QUIET = Console(quiet=True)
+
+
+def test_a_run_is_written_and_continued(tmp_path):
+    corpus, out = tmp_path / "text", tmp_path / "recipes.json"
+    corpus.mkdir()
+    for i in range(8):
+        (corpus / f"{i}.txt").write_text(f"page {i}: the quick brown fox jumps over the lazy dog\n" * 40)
+    settings = StudyConfig(variants=("bf16",), steps=2, batch=2, seq=16, validation_batches=1)
+    first = recipe_study.run(settings, seeds=1, data=(corpus,), out=out, console=QUIET)
+    assert json.loads(out.read_text()) == first
+    [loss] = first["variants"]["bf16"]["validation_loss"].values()
+    assert 0 < loss < 8  # log2 of 256 values, in bits; nats are fewer
+    # What the file holds for these settings stands: a loss written into it comes back, and nothing is trained.
+    first["variants"]["bf16"]["validation_loss"]["0"] = 1.5
+    out.write_text(json.dumps(first))
+    assert recipe_study.run(settings, seeds=1, data=(corpus,), out=out, console=QUIET)["variants"]["bf16"]["mean"] == 1.5
+
+
+def test_differences_are_paired_by_seed():
+    losses = {"bf16": {"0": 2.0, "1": 1.0}, "lean": {"0": 2.02, "1": 1.0}}
+    results = {"variants": {name: {"validation_loss": by_seed} for name, by_seed in losses.items()}}
+    recipe_study.summarise(results, ("bf16", "lean"))
+    above = results["variants"]["lean"]["above_first_percent"]
+    assert (above["mean"], above["least"], above["most"]) == pytest.approx((0.5, 0.0, 1.0))
+
+
+def test_no_seeds_are_refused_by_name():
+    with pytest.raises(ValueError, match="recipes: seeds=0; use 1 or more"):
+        recipe_study.run(StudyConfig(), seeds=0, console=QUIET)
+
+
+def test_the_committed_study_has_five_seeds_or_more_and_fp8_is_within_half_a_percent():
+    results = json.loads(COMMITTED.read_text())
+    assert results["settings"]["steps"] >= 500
+    variants = results["variants"]
+    assert {name: len(variant["validation_loss"]) >= 5 for name, variant in variants.items()} == dict.fromkeys(
+        ("bf16", "coat", "lean"), True
+    )
+    for name in ("coat", "lean"):
+        assert variants[name]["mean"] <= 1.005 * variants["bf16"]["mean"]
+        assert (
+            f"| {name} | {variants[name]['mean']:.4f} | {variants[name]['above_first_percent']['mean']:+.2f} %"
+            in README.read_text()
+        )
