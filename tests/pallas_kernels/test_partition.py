@@ -1,5 +1,7 @@
 """Kernels on the parts of sharded arrays: labels and places are right, and no code depends on how arrays are cut."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
