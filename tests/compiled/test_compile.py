@@ -18,7 +18,7 @@ LAYERS, TOKENS, WIDTH = 4, 1024, 512
 _STARTED = """
 import jax
 jax.devices()
-import tests.test_plan_compile as here
+import tests.compiled.test_compile as here
 program = here.compiled(2)
 print(program.peak_bytes, program.argument_bytes, program.temp_bytes, program.alias_bytes, program.count("f8"))
 """

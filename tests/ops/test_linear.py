@@ -213,7 +213,7 @@ def test_every_role_can_be_replaced():
         "nonlinear_input": fine,
         "attention": fine,
         "layer_input": fine,
-        "redo": True,
+        "recompute": True,
     }
     for role, value in changes.items():
         recipe = recipes.coat().replace(**{role: value})
