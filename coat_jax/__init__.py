@@ -22,6 +22,7 @@ from coat_jax.quant import (
 if TYPE_CHECKING:
     from coat_jax import ops as ops
     from coat_jax import recipes as recipes
+    from coat_jax.compiled import compile_for as compile_for
     from coat_jax.compiled import explain_memory as explain_memory
     from coat_jax.linen import FP8MLP as FP8MLP
     from coat_jax.linen import FP8Dense as FP8Dense
@@ -48,6 +49,7 @@ _HOME = {
     "Recipe": "coat_jax.recipes",
     "ops": "coat_jax.ops",
     "remat_policy": "coat_jax.ops",
+    "compile_for": "coat_jax.compiled",
     "explain_memory": "coat_jax.compiled",
     "FP8Dense": "coat_jax.linen",
     "FP8RMSNorm": "coat_jax.linen",

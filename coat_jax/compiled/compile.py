@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from coat_jax.compiled import devices
-from coat_jax.compiled import in_subprocess as fresh
+from coat_jax.compiled import devices, in_subprocess
 from coat_jax.compiled.devices import Device
 from coat_jax.compiled.program import Program
 from coat_jax.compiled.topology import COMPILER_OPTIONS, gpu_mesh
@@ -19,26 +18,27 @@ _UNLIMITED = 10**13  # bytes; more than any program wants, so that XLA recompute
 def compile_for(
     device: str | Device,
     fn: Callable[..., Any],
-    *abstract_args: Any,
+    *args: Any,
     gpus: int = 1,
     mesh: Mapping[str, int] | None = None,
     donate_argnums: int | tuple[int, ...] = (),
     in_shardings: Any = None,
     out_shardings: Any = None,
-    memory: Literal["unlimited", "real"] = "unlimited",
 ) -> Program:
     """Compiles fn for GPUs of a kind, on a machine that may have none.
+
+    Nothing is computed, and arrays stay where they are. The program is given all the memory that it asks for, so its peak is
+    what it wants: it fits if `peak_bytes` leaves some GiB of `Device.memory_bytes` free.
 
     Args:
       device: "h100", "h200", the path of a description, or a `Device`.
       fn: a function of arrays, jitted or not.
-      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, of which shapes and dtypes count.
       gpus: how many, in one host.
       mesh: size of each mesh axis by name; None is `{"fsdp": gpus}`.
       donate_argnums: as in `jax.jit`.
       in_shardings, out_shardings: trees of `PartitionSpec`s over the mesh as in `jax.jit`; None in in_shardings is
         replicated, in out_shardings the compiler's choice.
-      memory: "unlimited" asks how much the program wants; "real" lets XLA recompute what does not fit the device's memory.
 
     Returns:
       The compiled `Program`.
@@ -57,20 +57,28 @@ def compile_for(
     axes = dict(mesh or {"fsdp": gpus})
     if math.prod(axes.values()) != gpus:
         raise ValueError(f"compile_for: the mesh {axes} has {math.prod(axes.values())} places for gpus={gpus}")
-    if memory not in ("unlimited", "real"):
-        raise ValueError(f"compile_for: memory={memory!r}; use 'unlimited' or 'real'")
-    target = device.target(_UNLIMITED if memory == "unlimited" else None)
+    target = device.target(_UNLIMITED)
+    args = jax.tree.map(_abstract, args)
     in_shardings = PartitionSpec() if in_shardings is None else in_shardings
     found = gpu_mesh(target, axes)
-    where = AbstractMesh(tuple(axes.values()), tuple(axes)) if found is None else found
+    # Axes of type Auto, as those of gpu_mesh: AbstractMesh makes Explicit ones by itself.
+    described = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    where = described if found is None else found
     shardings = {"in_shardings": _place(where, in_shardings)}
     if out_shardings is not None:
         shardings["out_shardings"] = _place(where, out_shardings)
     if found is None:
-        return fresh.compile_elsewhere(fn, abstract_args, where.abstract_mesh, shardings, donate_argnums, target)
+        return in_subprocess.compile_elsewhere(fn, args, described, shardings, donate_argnums, target)
     with jax.set_mesh(found):
-        lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*abstract_args)
+        lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*args)
         return Program.of(lowered.compile(compiler_options=dict(COMPILER_OPTIONS)), gpus)
+
+
+def _abstract(x: Any) -> Any:
+    """Shape and dtype of an array, without the device where it lies; anything else as it is."""
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))  # keys have none
+    return x
 
 
 def _place(mesh: Mesh | AbstractMesh, specs: Any) -> Any:

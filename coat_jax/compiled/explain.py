@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from coat_jax.compiled.compile import compile_for
 from coat_jax.compiled.devices import Device
+from coat_jax.compiled.hlo import Instruction
 from coat_jax.compiled.program import Program
-from coat_jax.compiled.residuals import Residual, kept_in, kept_outside
+from coat_jax.compiled.residuals import Residual, in_backward, kept_in, kept_outside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ def explain_memory(fn: Callable[..., Any], *args: Any, device: str | Device | No
     """Compiles fn with its backward pass and lists what crosses from the one to the other: names, shapes, dtypes, bytes.
 
     Args:
-      fn: a loss, whose result is one floating-point number, differentiated here in its first argument as `jax.grad` does; or a
-        training step that differentiates by itself.
+      fn: a loss, differentiated here in its first argument as `jax.grad` does: its result is one floating-point number, or a
+        pair (loss, aux) as for `has_aux`; or a training step that differentiates by itself.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
       device: None compiles for what this process computes on; "h100", "h200" or a description for a GPU that is not here.
 
@@ -67,6 +68,7 @@ def explain_memory(fn: Callable[..., Any], *args: Any, device: str | Device | No
 
     Raises:
       PlanError: a device is named and the CUDA plug-in is not installed.
+      ValueError: fn is neither: nothing in it is a backward pass, and its result is no loss.
 
     Example:
       >>> import jax.numpy as jnp
@@ -77,11 +79,36 @@ def explain_memory(fn: Callable[..., Any], *args: Any, device: str | Device | No
       >>> report.nbytes >= 6 * 8 * 64 * 4, report.fp8_bytes
       (True, 0)
     """
-    result = jax.tree.leaves(jax.eval_shape(fn, *args))
-    is_loss = len(result) == 1 and result[0].shape == () and jnp.issubdtype(result[0].dtype, jnp.floating)
-    step = jax.value_and_grad(fn) if is_loss else fn
+    result = jax.eval_shape(fn, *args)
+    if _is_number(result):
+        return _report(jax.value_and_grad(fn), args, device)
+    # A pair whose first is a number may be (loss, aux), or what a step returns: (loss, new parameters).
+    if not any(map(in_backward, _instructions(report := _report(fn, args, device)))):
+        if not (isinstance(result, tuple) and len(result) == 2 and _is_number(result[0])):
+            raise ValueError(
+                f"explain_memory: fn returns {_described(result)} and has no backward pass; give a loss that returns one "
+                "floating-point number or (loss, aux), or a step that takes gradients"
+            )
+        return _report(jax.value_and_grad(fn, has_aux=True), args, device)
+    return report
+
+
+def _report(step: Callable[..., Any], args: tuple, device: str | Device | None) -> MemoryReport:
     program = Program.of(jax.jit(step).lower(*args).compile()) if device is None else compile_for(device, step, *args)
     return MemoryReport(kept_in(program.module) + kept_outside(program.module), program)
+
+
+def _is_number(result: Any) -> bool:
+    """Whether it is one floating-point number, as a loss is."""
+    return getattr(result, "shape", None) == () and jnp.issubdtype(result.dtype, jnp.floating)
+
+
+def _instructions(report: MemoryReport) -> Iterator[Instruction]:
+    return (i for computation in report.program.module.computations.values() for i in computation.instructions.values())
+
+
+def _described(result: Any) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(result)[:4]) or "nothing"
 
 
 def _without_common_scope(names: list[str]) -> list[str]:

@@ -6,6 +6,19 @@ import math
 import re
 from collections.abc import Iterator
 
+# What the patterns below read, from a training step over two GPUs that was compiled for an H100. Long lines are cut (...).
+#
+#     %fused_subtract (param_0.236: bf16[4,256,512], param_1.300: bf16[4,256,512]) -> bf16[4,256,512] {
+#       %param_0.236 = bf16[4,256,512]{2,1,0} parameter(0), metadata={...}
+#       ...
+#       ROOT %sub.11 = bf16[4,256,512]{2,1,0} subtract(%param_0.236, %mul.7), metadata={op_name="jit(step)/sub" ...}
+#     }
+#     ENTRY %main.14_spmd (param.4: bf16[4,256,512], param.5: bf16[512,512]) -> (bf16[4,256,512], f32[]) {
+#
+# _START takes the first line of a computation: "ENTRY " or nothing, then its name, fused_subtract. It stands at the margin and
+# ends in a brace; the closing brace stands alone. _INSTRUCTION takes an indented line: "ROOT " or nothing, the name sub.11, and
+# the rest, which `_instruction` takes apart. _ARRAY takes dtype and dimensions, "bf16" and "4,256,512", and passes the layout
+# {2,1,0}; a dimension may be bounded, as in s32[<=8]. _COMMENT takes the /*index=5*/ that XLA puts into long tuples.
 _ARRAY = re.compile(r"([a-z]+(?:\d+\w*)?)\[([\d,<=]*)\]")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 _START = re.compile(r"^(ENTRY )?%(\S+) .*\{$")
@@ -27,6 +40,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Bytes, without padding."""
+        # The first number is the bits of an element: bf16 16, f8e4m3fn 8, s4 4. A pred takes a byte; a token has none.
         bits = re.search(r"\d+", self.dtype)
         return self.size * (int(bits.group()) if bits else 8 if self.dtype == "pred" else 0) // 8
 
@@ -47,37 +61,45 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The path of JAX operations that it comes from, or ""."""
+        # metadata={op_name="jit(step)/jvp()/while/body/eval_jaxpr/dot_general" ...}; a quote inside the name is written \".
         return self._attribute(r'op_name="((?:[^"\\]|\\.)*)"')
 
     @property
     def target(self) -> str:
         """What a custom call calls, or ""."""
+        # custom-call(%x, %w, ...), custom_call_target="__cublas$lt$matmul$f8", metadata={...}
         return self._attribute(r'custom_call_target="([^"]+)"')
 
     @property
     def estimated_flops(self) -> float:
         """Operations of a Mosaic GPU kernel, as its launch says; 0 for others and where it does not say."""
+        # Its launch stands in the backend_config as MLIR text, in which a quote is written \22: ...\22flops\22: 8589934592, ...
         found = self._attribute(r"flops\\22: (\d+)") if self.target.startswith("mosaic_gpu") else ""
         return float(found or 0)
 
     @property
     def index(self) -> int:
         """Which element a get-tuple-element takes, which argument a parameter is."""
+        # f32[4]{0} get-tuple-element(%while.54.clone), index=15, metadata={...}
         return int(self._attribute(r"(?:^|, )index=(\d+)") or 0)
 
     @property
     def body(self) -> str:
         """The computation that a while loop repeats, or ""."""
+        # while(%tuple.21), condition=%region_5.6_spmd, body=%region_0.5_spmd, metadata={...}
         return self._attribute(r"body=%([\w.\-]+)")
 
     @property
     def trip_count(self) -> int:
         """How often a while loop runs where the compiler knows it, else 1."""
+        # while(...), ..., backend_config={"known_trip_count":{"n":"4"},"known_init_step":{"init":"0","step":"1"},...}
         return int(self._attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it runs (a loop's body, a call's target, a fusion's inside)."""
+        # fusion(%param.4, %x), kind=kLoop, calls=%fused_subtract and conditional(...), branch_computations={%a.1, %b.2}, ...
+        # A loop's condition= is left out: it runs no kernel of interest.
         found = re.findall(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)", self.attributes)
         for group in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", self.attributes):
             found += re.findall(r"%([\w.\-]+)", group)
@@ -135,6 +157,12 @@ def parse(text: str) -> Module:
     return Module(computations, computations[entry])
 
 
+# A line behind "%name = ", type, opcode, operands, attributes:
+#
+#     (bf16[512,512]{1,0}, s8[4194304]{0}) custom-call(%get-tuple-element.262, %copy.43), custom_call_target="...", ...
+#
+# The type is one array, or a tuple in parentheses, which may be nested: ((bf16[256,512]{1,0}), bf16[512,512]{1,0}) of an
+# all-gather-start. Operands are names; a parameter's is its number, parameter(0), and a constant's is its value.
 def _instruction(name: str, line: str) -> Instruction:
     end = _closing(line, 0) if line.startswith("(") else line.index(" ")
     shape, rest = line[:end], line[end:].strip()

@@ -48,6 +48,14 @@ def kept_in(module: Module) -> tuple[Residual, ...]:
 
 
 def _between_loops(module: Module, computation: Computation) -> Iterator[Residual]:
+    # A scan over 4 layers and its transpose are two loops; what the first stacks goes into the second's tuple:
+    #
+    #     %while.54 = (s32[], ..., f32[4,256,512]{2,1,0}, ...) while(%tuple.21), ..., metadata={op_name="jit(step)/jvp()/while"}
+    #     %get-tuple-element.357 = f32[4,256,512]{2,1,0} get-tuple-element(%while.54), index=14
+    #     %tuple.24 = (s32[], ..., f32[4,256,512]{2,1,0}, ...) tuple(%..., %get-tuple-element.357, ...)
+    #     %while.55 = (...) while(%tuple.24), ..., metadata={op_name="jit(step)/transpose(jvp())/while"}
+    #
+    # Here element 14 of while.54 is kept: 4 rows, written by the first loop, only read by the second. f32[256,512] a layer.
     loops = [i for i in computation.instructions.values() if i.opcode == "while"]
     seen = set()
     for later in loops:
@@ -78,6 +86,8 @@ def _element(computation: Computation, index: int) -> Instruction:
 
 def _source(computation: Computation, name: str) -> tuple[str, int] | None:
     """The loop and the index of its result that the array of that name is, perhaps in another dtype or layout."""
+    # convert(copy(get-tuple-element(%while.54), index=14)) leads to ("while.54", 14); so does a fusion with one operand of the
+    # result's shape, which is what XLA makes of a convert or a transpose.
     instruction = computation.instructions[name]
     while instruction.opcode != "get-tuple-element":
         operands = [computation.instructions[o] for o in instruction.operands if o in computation.instructions]
@@ -94,6 +104,8 @@ def _source(computation: Computation, name: str) -> tuple[str, int] | None:
 
 def _unchanged(module: Module, loop: Instruction, index: int) -> bool:
     """Whether the loop's body hands element `index` on as it came."""
+    # A body takes one tuple and makes one: element 14 of `ROOT %tuple.23 = (...) tuple(...)` is as it came if it is, but for
+    # copies, get-tuple-element(%param), index=14.
     body = _body(module, loop)
     instruction = _element(body, index)
     while instruction.opcode in ("copy", "bitcast"):
@@ -108,6 +120,16 @@ def _body(module: Module, loop: Instruction) -> Computation:
 
 def _name(module: Module, loop: Instruction, index: int) -> str:
     """The name of what the loop writes into element `index`: that of the update's maker, looked up through fusions."""
+    # For the stacked f32[4,256,512] of the example above, in the first loop's body (names shortened):
+    #
+    #     ROOT %tuple.23 = (...) tuple(..., %update, ...)                         its element 14
+    #     %update = f32[4,256,512] fusion(%stack, %tanh, %i), calls=%fused        go into the fusion
+    #     ROOT %dus = f32[4,256,512] dynamic-update-slice(%p0, %row, %p2, ...)    written: operand 1, the row
+    #     %row = f32[1,256,512] bitcast(%p1)                                      the same array
+    #     %p1 = f32[256,512] parameter(1)                                         back out, to the fusion's operand 1
+    #     %tanh = f32[256,512] fusion(...), metadata={op_name="jit(step)/jvp()/while/body/mlp/tanh"}
+    #
+    # and the name is "mlp/tanh". A parameter of the body itself is the scan's carry.
     inside = [_body(module, loop)]  # the computations that we are in, innermost last
     callers: list[Instruction] = []  # the fusions that we came through
     instruction = _element(inside[0], index)
@@ -137,6 +159,7 @@ def _name(module: Module, loop: Instruction, index: int) -> str:
 
 def readable(op_name: str) -> str:
     """What a person wrote of an op_name: "jit(step)/jvp(Llama)/layers/while/body/norm/mul" is "Llama/layers/norm/mul"."""
+    # A transformation wraps the name that it was applied to, and they nest: "transpose(jvp(Llama))" is "Llama".
     parts = []
     for part in op_name.split("/"):
         while wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)", part):
@@ -169,6 +192,8 @@ def kept_outside(module: Module) -> tuple[Residual, ...]:
 
 def in_backward(instruction: Instruction) -> bool:
     """Whether it belongs to the outermost backward pass, by its op_name; a gradient taken inside a forward pass does not."""
+    # "jit(step)/transpose(jvp(Llama))/while/body/mul" is of the backward pass; "jit(step)/jvp(Llama)/transpose(jvp(f))/mul", a
+    # gradient that the forward pass takes, is not. "jit(f)/transpose", an operation of that name, has no parenthesis.
     outermost = re.search(r"(?:^|/)(jvp|transpose)\(", instruction.op_name)
     return outermost is not None and outermost.group(1) == "transpose"
 

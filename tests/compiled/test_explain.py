@@ -66,3 +66,27 @@ def test_a_step_that_differentiates_by_itself_is_read_as_it_is():
 
     w, x = jnp.ones((4, 16, 16)), jnp.ones((8, 16))
     assert explain_memory(step, w, x).nbytes == explain_memory(loss, w, x).nbytes
+
+
+def test_a_loss_with_aux_is_read_as_the_loss_and_a_step_that_returns_a_loss_first_as_a_step():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def with_aux(w, x):
+        return loss(w, x), {"predictions": x @ w}
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(loss)(w, x)
+        return value, w - grad
+
+    args = jnp.ones((64, 64)), jnp.ones((32, 64))
+    kept = explain_memory(loss, *args).nbytes
+    assert kept >= 32 * 64 * 4  # tanh of the product
+    assert explain_memory(with_aux, *args).nbytes >= kept
+    assert explain_memory(step, *args).nbytes == kept
+
+
+def test_what_has_no_loss_and_no_backward_pass_is_refused():
+    for fn in (lambda w: w * 2, lambda w: {"loss": jnp.sum(w), "n": 1}, lambda w: (jnp.sum(w), w, w), lambda w: None):
+        with pytest.raises(ValueError, match="give a loss that returns one floating-point number or .loss, aux."):
+            explain_memory(fn, jnp.ones((4,)))
