@@ -23,7 +23,7 @@ FLOORS = (
     ("pallas_kernels", "coat_jax.compiled", "coat_jax.parallel"),
     ("coat_jax.quant",),
     ("coat_jax",),  # the front door: it imports quant, and names the rest without importing it
-    ("coat_jax.ops", "coat_jax.optim", "coat_jax.results"),
+    ("coat_jax.ops", "coat_jax.optim", "coat_jax.results", "coat_jax.interrupts"),
     ("coat_jax.recipes",),
     ("coat_jax.linen", "coat_jax.nnx", "coat_jax.dot_general", "coat_jax.convert"),
     ("coat_jax.models",),

@@ -10,7 +10,7 @@ from coat_jax.plan.config import PlanConfig
 from coat_jax.plan.step import training_step
 
 RESERVE_BYTES = 4 * devices.GIB
-"""Residual free for what a compiled peak leaves out: CUDA context, workspaces of cuBLAS and NCCL, fragmentation."""
+"""Kept free for what a compiled peak leaves out: CUDA context, workspaces of cuBLAS and NCCL, fragmentation."""
 
 
 @dataclasses.dataclass(frozen=True)

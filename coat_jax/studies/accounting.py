@@ -1,4 +1,4 @@
-"""What an variant holds in memory: bytes of optimizer state, and bytes that its compiled step keeps for the backward pass."""
+"""What a variant holds in memory: bytes of optimizer state, and bytes that its compiled step keeps for the backward pass."""
 
 import collections
 import os

@@ -29,7 +29,7 @@ def run(
 ) -> dict[str, Any]:
     """Trains every variant from every seed, prints a table and writes `out`, again after every run.
 
-    An variant is compiled once for all its seeds. Runs that `out` already holds for the same settings are not repeated.
+    A variant is compiled once for all its seeds. Runs that `out` already holds for the same settings are not repeated.
 
     Args:
       settings: what to train; its seed is the first.

@@ -77,7 +77,7 @@ def table(results: dict[str, Any]) -> Table:
 def notes(results: dict[str, Any]) -> list[str]:
     """What a reader of the table should know: the baseline of kept bytes, and which moments stay in f32."""
     lines = [
-        f"Residual for backward: read from the compiled steps, attention matrices left out; plain Flax in BF16 keeps "
+        f"Kept for backward: read from the compiled steps, attention matrices left out; plain Flax in BF16 keeps "
         f"{results['plain_flax_kept_bytes']:,.0f} B."
     ]
     for name, variant in results["variants"].items():

@@ -23,7 +23,7 @@ VARIANTS: dict[str, Callable[..., optax.GradientTransformation]] = {
 """Names of variants, which are those of their recipes, and the optimizer of each."""
 
 FUSED = "+fused"
-"""Behind the name of an variant: each layer is updated inside the backward pass."""
+"""Behind the name of a variant: each layer is updated inside the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)

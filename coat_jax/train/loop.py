@@ -1,4 +1,4 @@
-"""The training loop: one compiled step for an variant, shared by all its seeds; losses come out as they are measured."""
+"""The training loop: one compiled step for a variant, shared by all its seeds; losses come out as they are measured."""
 
 import dataclasses
 import functools
@@ -77,7 +77,7 @@ class Variant:
 
     @classmethod
     def of_model(cls, name: str, model: Any, optimizer: optax.GradientTransformation) -> "Variant":
-        """An variant for a model of `coat_jax.models`, on batches of tokens, int (batch, seq + 1)."""
+        """A variant for a model of `coat_jax.models`, on batches of tokens, int (batch, seq + 1)."""
 
         def init(key: jax.Array) -> Any:
             return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]

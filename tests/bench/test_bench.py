@@ -179,9 +179,9 @@ BAD = {
     "no such folder": (lambda d: run.BenchOutput(calibrate=str(d / "no" / "x.json")), "there is no folder"),
     "a description that plan would not read": (lambda d: run.BenchOutput(calibrate=str(d / "h200.txt")), "name ends in .json"),
     "one file for both": (lambda d: run.BenchOutput(str(d / "x.json"), str(d / "x.json")), "a file of its own"),
-    "a picture of no known kind": (lambda d: command.BenchOutput(plot=d / "x.nonesuch"), "ends in one of .png"),
+    "a picture of no known kind": (lambda d: command.PlanOutput(plot=d / "x.nonesuch"), "ends in one of .png"),
     "a table that is no JSON": (
-        lambda d: paper.run(d / "kept.json", output=command.BenchOutput(), typed=""),
+        lambda d: paper.run(d / "kept.json", output=command.PlanOutput(), typed=""),
         "holds no rows to continue",
     ),
     "no kernel of that name": (

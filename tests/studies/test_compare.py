@@ -82,7 +82,7 @@ def test_same_seed_same_numbers(short, tmp_path, monkeypatch):
 
 def test_kept_bytes_leave_out_attention_matrices_and_nothing_else():
     def kept(*shape):
-        return accounting.Kept("x", "bf16", shape, 4, 0)
+        return accounting.Residual("x", "bf16", shape, 4, 0)
 
     sizes = {"batch": 8, "seq": 128, "heads": 4}
     assert accounting.is_attention_matrix(kept(1, 8, 4, 128, 128), **sizes)

@@ -1,0 +1,41 @@
+"""An interrupt (Ctrl-C) that something between swallowed: seen again where the work goes on to its next part."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[Callable[[], None]]:
+    """Gives a function that raises KeyboardInterrupt if there was an interrupt within this context.
+
+    Work that takes any error for a result ("this kernel does not compile") would take an interrupt for one too: Python raises
+    it in whatever runs, and where that is a callback of a compiler, it comes out as an error of the compiler. Such work calls
+    the function after each of its parts.
+
+    Example:
+      >>> with heeded() as check:
+      ...     for part in ("a", "b"):
+      ...         check()  # goes on, as nobody pressed Ctrl-C
+    """
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    # Only the main thread may set a handler, and one that somebody else set (to ignore interrupts, say) stays.
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
