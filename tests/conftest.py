@@ -2,12 +2,18 @@
 
 import importlib.util
 import os
+import pathlib
 
 # Before the first import of jax. A caller's own choice of platform stands: JAX_PLATFORMS=cuda make test.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # The `plan` extra brings a CUDA plug-in that looks for a driver when it loads; only its compiler is used here.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# What one process has compiled, the others and later runs read: a quarter of the suite's time is spent on programs that it has
+# already compiled. JAX's key holds the program, the versions and the flags.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import pytest
 

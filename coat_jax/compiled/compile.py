@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from coat_jax.compiled import devices, in_subprocess
 from coat_jax.compiled.devices import Device
 from coat_jax.compiled.program import Program
-from coat_jax.compiled.topology import COMPILER_OPTIONS, gpu_mesh
+from coat_jax.compiled.topology import compile_lowered, gpu_mesh
 
 _UNLIMITED = 10**13  # bytes; more than any program wants, so that XLA recomputes nothing to fit
 
@@ -72,6 +72,10 @@ def compile_for(
     with jax.set_mesh(found):
         lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*args)
         return Program.of(lowered.compile(compiler_options=dict(COMPILER_OPTIONS)), gpus)
+=======
+        lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*abstract_args)
+        return Program.of(compile_lowered(lowered), gpus)
+        return Program.of(compile_lowered(lowered), gpus)
 
 
 def _abstract(x: Any) -> Any:

@@ -18,7 +18,7 @@ from jax import export
 from jax.sharding import AbstractMesh
 
 from coat_jax.compiled.program import Program
-from coat_jax.compiled.topology import COMPILER_OPTIONS, gpu_mesh
+from coat_jax.compiled.topology import compile_lowered, gpu_mesh
 
 # Custom calls that export cannot vouch for across versions; here both sides are the same installation.
 _CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "mosaic_gpu_v2", "mosaic_gpu")
@@ -80,7 +80,7 @@ def serve(folder: str) -> None:
     donated = tuple(i for i, flag in enumerate(order["donate"]) if flag)
     with jax.set_mesh(mesh):
         lowered = jax.jit(lambda *leaves: exported.call(*leaves), donate_argnums=donated).lower(*args)
-        program = Program.of(lowered.compile(compiler_options=dict(COMPILER_OPTIONS)), gpus)
+        program = Program.of(compile_lowered(lowered), gpus)
     Path(folder, "program").write_bytes(pickle.dumps(program))
 
 

@@ -4,7 +4,9 @@ import importlib.util
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -56,3 +58,18 @@ def gpu_mesh(target: str, axes: Mapping[str, int]) -> Mesh | None:
             raise
         return None
     return Mesh(np.array(found).reshape(tuple(axes.values())), tuple(axes))
+
+
+def compile_lowered(lowered: Any) -> Any:
+    """The program that `jax.jit(f).lower(...)` describes, compiled for a mesh of `gpu_mesh`.
+
+    JAX's persistent cache stores such a program and then cannot read it without a GPU: each later run would warn and compile
+    it again. So nothing is stored while this compiles; the least time of what is stored is set above any.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        return lowered.compile(compiler_options=dict(COMPILER_OPTIONS))
+    finally:
+        jax.config.update(name, before)

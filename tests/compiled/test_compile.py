@@ -73,8 +73,11 @@ def test_the_bytes_are_those_of_compiling_by_hand(two_gpus):
     mesh = jax.sharding.Mesh(gpus, ("fsdp",))
     placed = tuple(NamedSharding(mesh, s) for s in (PartitionSpec(None, "fsdp", None), PartitionSpec("fsdp", None)))
     jitted = jax.jit(step, donate_argnums=0, in_shardings=placed)
+    # Such a program goes into JAX's persistent cache and does not come out again; see `topology.compile_lowered`.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     with jax.set_mesh(mesh):
         by_hand = jitted.lower(*arguments()).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     memory = by_hand.memory_analysis()
     assert (two_gpus.peak_bytes, two_gpus.argument_bytes, two_gpus.temp_bytes, two_gpus.alias_bytes) == (
         memory.peak_memory_in_bytes,
@@ -109,6 +112,29 @@ def test_arrays_stand_for_their_shapes():
     programs = [compile_for("h100", lambda x: x @ x, a) for a in (x, shape)]
     assert programs[0].argument_bytes == programs[1].argument_bytes == 64 * 64 * 4
     assert programs[0].peak_bytes == programs[1].peak_bytes
+
+
+# With JAX's persistent cache on, as many users have it: compiled twice, in two processes.
+_CACHED = """
+import jax, jax.numpy as jnp
+from coat_jax.compiled import compile_for
+print(compile_for("h100", lambda x: jnp.sin(x), jax.ShapeDtypeStruct((8,), jnp.float32)).argument_bytes)
+"""
+
+
+@pytest.mark.plan
+def test_the_persistent_cache_is_left_out(tmp_path):
+    names = (
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+    )
+    environment = os.environ | dict(zip(names, (str(tmp_path), "0", "-1"), strict=True))
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *sys.path])
+    for _ in range(2):
+        command = [sys.executable, "-W", "error", "-c", _CACHED]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout.split()) == (0, ["32"]), done.stderr[-2000:]
 
 
 def test_without_the_plug_in_one_line_says_what_installs_it(monkeypatch):
