@@ -71,7 +71,7 @@ def compile_for(
         return in_subprocess.compile_elsewhere(fn, args, described, shardings, donate_argnums, target)
     with jax.set_mesh(found):
         lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*args)
-        return Program.of(lowered.compile(compiler_options=dict(COMPILER_OPTIONS)), gpus)
+        return Program.of(compile_lowered(lowered), gpus)
 =======
         lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*abstract_args)
         return Program.of(compile_lowered(lowered), gpus)
