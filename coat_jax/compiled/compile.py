@@ -72,10 +72,6 @@ def compile_for(
     with jax.set_mesh(found):
         lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*args)
         return Program.of(compile_lowered(lowered), gpus)
-=======
-        lowered = jax.jit(fn, donate_argnums=donate_argnums, **shardings).lower(*abstract_args)
-        return Program.of(compile_lowered(lowered), gpus)
-        return Program.of(compile_lowered(lowered), gpus)
 
 
 def _abstract(x: Any) -> Any:

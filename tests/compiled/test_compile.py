@@ -124,17 +124,11 @@ print(compile_for("h100", lambda x: jnp.sin(x), jax.ShapeDtypeStruct((8,), jnp.f
 
 @pytest.mark.plan
 def test_the_persistent_cache_is_left_out(tmp_path):
-    names = (
-        "JAX_COMPILATION_CACHE_DIR",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
-    )
-    environment = os.environ | dict(zip(names, (str(tmp_path), "0", "-1"), strict=True))
-    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *sys.path])
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for _ in range(2):
-        command = [sys.executable, "-W", "error", "-c", _CACHED]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = user_program.run(_CACHED, tmp_path, JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1", **cache)
         assert (done.returncode, done.stdout.split()) == (0, ["32"]), done.stderr[-2000:]
+        assert "cache" not in done.stderr
 
 
 def test_without_the_plug_in_one_line_says_what_installs_it(monkeypatch):

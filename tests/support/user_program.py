@@ -6,7 +6,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SUITE = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "COLUMNS")
+SUITE = (
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK",
+    "COLUMNS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+)
 
 
 def environment(**more: str) -> dict[str, str]:
