@@ -4,7 +4,6 @@ The layout inference of Mosaic GPU searches where reductions and broadcasts leav
 and may find nothing. In a function of tiles there is no choice: values have one layout, numbers per group the reduced one.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +11,11 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from pallas_kernels import backend, jaxprs
 from pallas_kernels.backend import plgpu
 
 _REDUCTIONS = ("reduce_max", "reduce_min", "reduce_sum")
 _CHOICES = (*_REDUCTIONS, "broadcast_in_dim", "iota")
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
 def annotated(fn: Callable[..., Any], layouts: Mapping[tuple[int, ...], Any], *, again: bool = False) -> Callable[..., Any]:
@@ -66,20 +64,18 @@ class _Evaluation:
             self.values[atom] = self.loaded(self.loads[atom]())
         elif atom not in self.values:
             eqn = self.makers[atom]
-            self.values.update(zip(eqn.outvars, self.evaluate(eqn), strict=True))
+            inner, operands = jaxprs.called(eqn), [self.read(operand) for operand in eqn.invars]
+            results = self.evaluate(eqn, operands) if inner is None else jaxprs.follow(*inner, operands, self.evaluate)
+            self.values.update(zip(eqn.outvars, results, strict=True))
         return self.values[atom]
 
     def loaded(self, value: Any) -> Any:
         """A value from shared memory; the barrier keeps the compiler from holding on to what it loaded before."""
         return jax.lax.optimization_barrier(value) if self.again and value.ndim == 2 else value
 
-    def evaluate(self, eqn: Any) -> list[Any]:
-        operands = [self.read(atom) for atom in eqn.invars]
+    def evaluate(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """The results of an equation that calls nothing."""
         name = eqn.primitive.name
-        if name in _CALLS:
-            inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
-            loads = [functools.partial(lambda x: x, operand) for operand in operands]
-            return _Evaluation(inner.jaxpr, inner.consts, loads, self.layouts, again=False).results()
         if name == "add_any":  # of a derivative; the backend has the plain sum only
             return [jax.lax.add(*operands)]
         if name == "sqrt" and not backend.has_sqrt:

@@ -5,16 +5,14 @@ plain XLA on an A100, a B200 or a CPU, compiled for from any machine.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend as jex
 from jax.interpreters import ad, batching, mlir
 
+from pallas_kernels.jaxprs import Function, Untraced
 from pallas_kernels.partition import Split, partitioned
-
-Function = Callable[..., Any]
 
 by_target_p = jex.core.Primitive("kernel_by_target")
 by_target_p.multiple_results = True
@@ -57,7 +55,7 @@ def by_target(kernel: Function, plain: Function, *args: Any, required: str | Non
 
     mesh = jax.sharding.get_abstract_mesh()
     parts = None if split is None or mesh.empty else Parts(split, mesh)
-    results = by_target_p.bind(*flat, kernel=of_flat(kernel), plain=of_flat(plain), required=required, parts=parts)
+    results = by_target_p.bind(*flat, functions=Untraced(of_flat(kernel), of_flat(plain)), required=required, parts=parts)
     return jax.tree.unflatten(out, results)
 
 
@@ -76,41 +74,41 @@ def _on_one_device(axes: Any) -> bool:
     return mesh.size == 1 or set(mesh.axis_names) == set(axes.manual_axes)
 
 
-def _lower(context: Any, *operands: Any, kernel: Function, plain: Function, required: str | None, parts: Parts | None) -> Any:
-    module, chosen = context.module_context, plain
+def _lower(context: Any, *operands: Any, functions: Untraced, required: str | None, parts: Parts | None) -> Any:
+    module, chosen = context.module_context, functions.plain
     if _for_hopper(module):
         if _on_one_device(module.axis_context):
-            chosen = kernel
+            chosen = functions.kernel
         elif parts is not None and getattr(module.axis_context, "num_devices", None) == parts.mesh.size:
-            chosen = partitioned(kernel, plain, parts.split)
+            chosen = partitioned(functions.kernel, functions.plain, parts.split)
             # A partitioner needs a mesh, which JAX looks up for its own primitives only; of the devices it takes the number.
             devices = tuple(module.backend.devices()[: parts.mesh.size])
             there = dataclasses.replace(module.axis_context, device_assignment=devices, abstract_mesh=parts.mesh)
             context = context.replace(module_context=module.replace(axis_context=there))
-    if chosen is plain and required is not None:
+    if chosen is functions.plain and required is not None:
         raise ValueError(required)
     return mlir.lower_fun(jax.jit(chosen), multiple_results=True)(context, *operands)
 
 
-def _run(*operands: Any, plain: Function, required: str | None, **functions: Any) -> Any:
+def _run(*operands: Any, functions: Untraced, required: str | None, parts: Parts | None) -> Any:
     if required is None:
-        return plain(*operands)
-    return jax.jit(lambda *xs: by_target_p.bind(*xs, plain=plain, required=required, **functions))(*operands)
+        return functions.plain(*operands)
+    return jax.jit(lambda *xs: by_target_p.bind(*xs, functions=functions, required=required, parts=parts))(*operands)
 
 
-def _abstract(*operands: Any, plain: Function, **_: Any) -> list[Any]:
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *operands)]
+def _abstract(*operands: Any, functions: Untraced, **_: Any) -> list[Any]:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(functions.plain, *operands)]
 
 
-def _batch(operands: Any, axes: Any, *, kernel: Function, plain: Function, required: str | None, parts: Parts | None) -> Any:
+def _batch(operands: Any, axes: Any, *, functions: Untraced, required: str | None, parts: Parts | None) -> Any:
     del parts  # a batch is not cut
-    kernel, plain = (jax.vmap(function, in_axes=tuple(axes)) for function in (kernel, plain))
-    results = by_target_p.bind(*operands, kernel=kernel, plain=plain, required=required, parts=None)
+    batched = Untraced(*(jax.vmap(function, in_axes=tuple(axes)) for function in (functions.kernel, functions.plain)))
+    results = by_target_p.bind(*operands, functions=batched, required=required, parts=None)
     return results, [0] * len(results)
 
 
-def _differentiate(primals: Any, tangents: Any, *, plain: Function, **_: Any) -> Any:
-    return jax.jvp(plain, tuple(primals), tuple(ad.instantiate_zeros(tangent) for tangent in tangents))
+def _differentiate(primals: Any, tangents: Any, *, functions: Untraced, **_: Any) -> Any:
+    return jax.jvp(functions.plain, tuple(primals), tuple(ad.instantiate_zeros(tangent) for tangent in tangents))
 
 
 by_target_p.def_abstract_eval(_abstract)

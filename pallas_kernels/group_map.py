@@ -15,6 +15,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
+from pallas_kernels.jaxprs import Untraced
 from pallas_kernels.launch import GroupLaunch, Leaf, Struct
 from pallas_kernels.tiles import Tiles
 
@@ -99,7 +100,7 @@ def group_map(
     if interpret:  # the interpreter's callbacks are effects, which a primitive would have to declare
         return _batchable(launch, fold)(*flat)
     out = jax.eval_shape(launch, *flat)
-    results = launch_p.bind(*flat, launch=lambda *xs: jax.tree.leaves(launch(*xs)), fold=fold)
+    results = launch_p.bind(*flat, launch=Untraced(lambda *xs: jax.tree.leaves(launch(*xs))), fold=fold)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
@@ -134,17 +135,17 @@ launch_p = jex.core.Primitive("group_map")
 launch_p.multiple_results = True
 
 
-def _abstract(*flat: Any, launch: Callable[..., Any], fold: int) -> list[Any]:
+def _abstract(*flat: Any, launch: Untraced, fold: int) -> list[Any]:
     del fold
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(launch, *flat)]
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(launch.kernel, *flat)]
 
 
-def _batch(flat: Sequence[jax.Array], axes: Sequence[int | None], *, launch: Callable[..., Any], fold: int) -> Any:
+def _batch(flat: Sequence[jax.Array], axes: Sequence[int | None], *, launch: Untraced, fold: int) -> Any:
     results = _over_batch(functools.partial(launch_p.bind, launch=launch, fold=fold), fold, flat, axes)
     return results, [0] * len(results)
 
 
 launch_p.def_abstract_eval(_abstract)
-launch_p.def_impl(lambda *flat, launch, fold: jax.jit(launch)(*flat))
-mlir.register_lowering(launch_p, lambda ctx, *flat, launch, fold: mlir.lower_fun(jax.jit(launch), True)(ctx, *flat))
+launch_p.def_impl(lambda *flat, launch, fold: jax.jit(launch.kernel)(*flat))
+mlir.register_lowering(launch_p, lambda ctx, *flat, launch, fold: mlir.lower_fun(jax.jit(launch.kernel), True)(ctx, *flat))
 batching.primitive_batchers[launch_p] = _batch

@@ -20,6 +20,7 @@ from coat_jax.bench.kernels import KernelSpec, matching
 from coat_jax.bench.table import table
 from coat_jax.compiled.compile import compile_for
 from coat_jax.results import compact, provenance
+from pallas_kernels import jaxprs
 
 NOTE = (
     "Compiled for an H100 on this machine, not measured: no kernel was run. Bytes are those of the copies that a kernel issues."
@@ -78,22 +79,9 @@ def _said() -> Iterator[list[str]]:
 
 def moved(function: Callable[..., Any], *args: Any) -> int:
     """Bytes that the kernels of a function move: what their launches say of the copies that they issue."""
-    return _moved(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def _moved(jaxpr: Any) -> int:
-    total = 0
-    for eqn in jaxpr.eqns:
-        if (cost := eqn.params.get("cost_estimate")) is not None:
-            total += cost.bytes_accessed
-            continue
-        for key in ("kernel", "launch"):  # of the library's own primitives: functions that are traced when they are lowered
-            if callable(function := eqn.params.get(key)):
-                total += moved(function, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
-        inner = (getattr(part, "jaxpr", part) for part in jax.tree.leaves(list(eqn.params.values())))
-        times = eqn.params.get("length", 1)
-        total += times * sum(_moved(part) for part in inner if hasattr(part, "eqns"))
-    return total
+    made = jaxprs.equations(jax.make_jaxpr(function)(*args).jaxpr)
+    costs = ((equation.params.get("cost_estimate"), times) for equation, times in made)
+    return sum(times * cost.bytes_accessed for cost, times in costs if cost is not None)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from coat_jax.fused_step import dependence
+from pallas_kernels import jaxprs
 
 Codes = dict[str, jax.Array]
 """Values by the name of their computation. Equal computations, in whatever function, have one name."""
@@ -68,7 +68,7 @@ class _Walk:
 
         for equation in jaxpr.eqns:
             inputs = [get(atom) for atom in equation.invars]
-            called = dependence.called(equation)
+            called = None if _untraced(equation) else jaxprs.called(equation)
             if called is not None:
                 results = self.outputs(*called, inputs)
             elif all(isinstance(x, _Fixed) or _is_constant(x) for x in inputs):
@@ -84,7 +84,7 @@ class _Walk:
         parents = [x for x in inputs if isinstance(x, _Fixed)]
         made_from = [x.name if isinstance(x, _Fixed) else repr(np.asarray(x)) for x in inputs]
         # Functions among the parameters print as addresses, new in every trace; what they compute does not.
-        plain = dependence.plain_of(equation)
+        plain = jaxprs.called(equation) if _untraced(equation) else None
         text = f"{equation.primitive} {plain or equation.params} {made_from}"
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         results: list[Any] = []
@@ -96,6 +96,10 @@ class _Walk:
 
         made = [functools.partial(make, i) for i in range(len(equation.outvars))]
         return [_Fixed(f"{name}.{i}", atom.aval, parents, made[i]) for i, atom in enumerate(equation.outvars)]
+
+
+def _untraced(equation: core.JaxprEqn) -> bool:
+    return any(isinstance(held, jaxprs.Untraced) for held in equation.params.values())
 
 
 def _itself(x: Any) -> Any:

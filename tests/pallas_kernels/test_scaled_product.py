@@ -50,7 +50,7 @@ def test_more_tiles_than_programs_and_more_blocks_than_stages():
 
 def test_tiles_are_as_wide_as_leaves_none_of_the_device_idle():
     def columns(m, n):
-        return kernel.Launch.of((m, n, 512), True, (jnp.float8_e4m3fn,) * 2, jnp.bfloat16, False).columns
+        return kernel.ProductLaunch.of((m, n, 512), True, (jnp.float8_e4m3fn,) * 2, jnp.bfloat16, False).columns
 
     assert columns(8192, 4096) == columns(1536, 1408) == 128
     assert columns(512, 1024) == 64
