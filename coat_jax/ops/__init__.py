@@ -2,6 +2,7 @@
 
 from coat_jax.ops.activation import add, add_quantized, gate_silu, gelu, gelu_function, multiply, silu, swiglu
 from coat_jax.ops.attention import attention, attention_linear
+from coat_jax.ops.coded_weight import CodedWeight, weight_codes
 from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.embedding import embedding
 from coat_jax.ops.linear import Prologue, linear
@@ -14,6 +15,7 @@ from coat_jax.ops.stash import STASH, Stashable, remat_policy, stashed
 
 __all__ = [
     "STASH",
+    "CodedWeight",
     "Elementwise",
     "Prologue",
     "Recipe",
@@ -39,4 +41,5 @@ __all__ = [
     "silu",
     "stashed",
     "swiglu",
+    "weight_codes",
 ]

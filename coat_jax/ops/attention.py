@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from coat_jax.ops.linear import Prologue, linear
+from coat_jax.ops.linear import LinearWeight, Prologue, linear
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import STASH, stashed
 
@@ -134,7 +134,7 @@ def attention_linear(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[LinearWeight],
     recipe: Recipe,
     *,
     causal: bool = True,
@@ -147,7 +147,7 @@ def attention_linear(
 
     Args:
       q, k, v, causal, mask: as in `attention`.
-      kernels: each (heads, d, *features) or (heads * d, *features).
+      kernels: each (heads, d, *features) or (heads * d, *features); a `CodedWeight` brings its codes.
       recipe: what is kept and multiplied.
 
     Returns:

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from coat_jax.ops.coded_weight import CodedWeight, as_matrix, codes_of, plain_weight
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import STASH, Stash, keep_quantized, restore_quantized, stashed, unstashed
 from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
 from coat_jax.quant.implementation import refuse_explicit
 
 Operand = QuantizedArray | jax.Array
+LinearWeight = jax.Array | CodedWeight
+"""A kernel, alone or together with its codes."""
 
 
 def operand(x: jax.Array, spec: QuantSpec | None, recipe: Recipe) -> Operand:
@@ -80,13 +83,14 @@ def restore_operand(kept: Stash) -> Operand:
 
 
 def products(
-    h: jax.Array, kernels: Sequence[jax.Array], recipe: Recipe, *, axes: int = 1, shared: bool = False
+    h: jax.Array, kernels: Sequence[LinearWeight], recipe: Recipe, *, axes: int = 1, shared: bool = False
 ) -> list[jax.Array]:
     """Y_j = q(H) q(W_j), dH = sum_j q(dY_j) q(W_j)^T, dW_j = q(H)^T q(dY_j), with q the recipe's quantization of each role.
 
-    q(H) is kept for the backward pass; the kernels are quantized again there. Groups of 128 lie along the contraction: for dW
-    they are made anew along the rows, of dY from its exact values, of H from what is kept. Reshapes to matrices happen inside,
-    so that h and the kernels, where they are kept by reference, stay the very arrays that others keep.
+    q(H) is kept for the backward pass. Of a kernel that comes with codes both passes read these; any other is quantized in each
+    of them, so that no codes are kept between. Groups of 128 lie along the contraction: for dW they are made anew along the
+    rows, of dY from its exact values, of H from what is kept. Reshapes to matrices happen inside, so that h and the kernels,
+    where they are kept by reference, stay the very arrays that others keep.
 
     Args:
       h: (*rows, *contracted).
@@ -107,13 +111,14 @@ def products(
         return operand(h.reshape(math.prod(rows), size), recipe.linear_input, recipe)
 
     def right(w):
-        return operand(w.reshape(size, w.size // max(size, 1)), recipe.weight, recipe)
+        codes = codes_of(w, size, recipe)
+        return operand(as_matrix(plain_weight(w), size), recipe.weight, recipe) if codes is None else codes
 
     def run(h, kernels):
         return forward(h, kernels)[0]
 
     def forward(h, kernels):
-        refuse_explicit("linear, for gradients of FP8 products", h, *kernels)
+        refuse_explicit("linear, for gradients of FP8 products", h, *map(plain_weight, kernels))
         x = left(h)
         ys = [into(x, right(w), (1, 0), out=dtype).reshape(rows + f) for w, f in zip(kernels, features, strict=True)]
         return ys, (keep_operand(x, h if shared else None), kernels)
@@ -130,14 +135,15 @@ def products(
             quantized = [turned(g, right_spec, recipe, dtype) for g in gs]
         x = x if isinstance(x, QuantizedArray) else operand(x, recipe.linear_input, recipe)
         dws = [into(x, g, contracted, out=w.dtype).reshape(w.shape) for g, w in zip(quantized, kernels, strict=True)]
-        return functools.reduce(jnp.add, dhs).reshape(shape), dws
+        gradients = [CodedWeight(dw, None) if isinstance(w, CodedWeight) else dw for dw, w in zip(dws, kernels, strict=True)]
+        return functools.reduce(jnp.add, dhs).reshape(shape), gradients
 
     op = jax.custom_vjp(run)
     op.defvjp(forward, backward)
     return op(h, kernels)
 
 
-def feature_shape(kernel: jax.Array, size: int) -> tuple[int, ...]:
+def feature_shape(kernel: LinearWeight, size: int) -> tuple[int, ...]:
     """The axes of a kernel behind its contracted ones, which hold `size` elements together."""
     contracted, axis = 1, 0
     while axis < kernel.ndim and (contracted < size or not axis):
@@ -147,14 +153,16 @@ def feature_shape(kernel: jax.Array, size: int) -> tuple[int, ...]:
     return kernel.shape[axis:]
 
 
-def contract(h: jax.Array, kernels: Sequence[jax.Array], recipe: Recipe, *, axes: int, shared: bool) -> list[jax.Array]:
+def contract(h: jax.Array, kernels: Sequence[LinearWeight], recipe: Recipe, *, axes: int, shared: bool) -> list[jax.Array]:
     """`products`, or plain `dot_general` where the recipe quantizes none of their operands."""
     if recipe.products_quantized:
         return products(h, kernels, recipe, axes=axes, shared=shared)
     size = math.prod(h.shape[h.ndim - axes :])
+    for w in kernels:
+        codes_of(w, size, recipe)  # codes that no product would read are refused
     rows = h.reshape(*h.shape[: h.ndim - axes], size)
     ys = []
-    for w in kernels:
+    for w in map(plain_weight, kernels):
         matrix = w.astype(h.dtype).reshape(size, *feature_shape(w, size))
         ys.append(jax.lax.dot_general(rows, matrix, (((rows.ndim - 1,), (0,)), ((), ())), precision=recipe.precision))
     return ys
@@ -176,7 +184,7 @@ class Prologue(NamedTuple):
 
 def linear(
     inputs: Sequence[jax.Array],
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[LinearWeight],
     recipe: Recipe,
     *,
     prologue: Prologue | None = None,
@@ -192,7 +200,7 @@ def linear(
     Args:
       inputs: what the prologue reads; without a prologue one array, h itself.
       kernels: each (*contracted, *features), of any float dtype; quantized from it directly. h ends in the contracted axes,
-        which a kernel may have as one.
+        which a kernel may have as one. A `CodedWeight` brings its codes: it is not quantized here.
       recipe: what the operands are quantized to. Where it names no role of a product, this is plain `dot_general`.
       prologue: what is computed before the product.
       axes: number of contracted axes.

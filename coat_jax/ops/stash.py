@@ -58,6 +58,31 @@ def gradient_or_none(gradient: Any) -> Any:
     return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
 
 
+def differentiable(leaf: Any) -> bool:
+    """Whether a gradient flows into an array: real numbers of more than one byte (codes have none), not behind a `jax.Ref`."""
+    real = not isinstance(leaf, jax.Ref) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return real and leaf.dtype.itemsize > 1
+
+
+def vjp_of_last(then: Callable[[Any, Any], Any], h: Any, last: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """The vjp of then(h, last) in h and in the differentiable leaves of `last`; the others get None."""
+    leaves, tree = jax.tree.flatten(last)
+    moving = [differentiable(leaf) for leaf in leaves]
+
+    def of_moving(h: Any, some: list[Any]) -> Any:
+        found = iter(some)
+        return then(h, jax.tree.unflatten(tree, [next(found) if m else x for m, x in zip(moving, leaves, strict=True)]))
+
+    _, pull = jax.vjp(of_moving, h, [leaf for leaf, m in zip(leaves, moving, strict=True) if m])
+
+    def spread(cotangent: Any) -> tuple[Any, Any]:
+        of_h, some = pull(cotangent)
+        found = iter(some)
+        return of_h, jax.tree.unflatten(tree, [next(found) if m else None for m in moving])
+
+    return spread
+
+
 @dataclasses.dataclass(frozen=True)
 class Stashable:
     """A function, and how it is run while FP8 of its inputs is made, and redone from that. Here by plain JAX.
@@ -131,9 +156,9 @@ def stashed(
     def backward(residual, cotangent):
         kept, params, last = residual
         again, pull = stashable.recompute(kept, params, implementation)
-        of_last = ()
+        of_last: Any = ()
         if then is not None:
-            cotangent, *of_last = jax.vjp(then, again(), last)[1](cotangent)
+            cotangent, *of_last = vjp_of_last(then, again(), last)(cotangent)
         return tuple(map(gradient_or_none, (*pull(cotangent), *of_last)))
 
     op = jax.custom_vjp(run)
