@@ -23,13 +23,12 @@ def layered_llama(model: llama.Llama) -> LayeredModel:
       >>> layered_llama(model)(params, tokens).shape
       ()
     """
-    layer = llama.ScannedBlock(**llama.layer_options(model.config, model.recipe), input_only=model.remat == "layer")
 
     def embed(outer: Params, batch: Batch) -> Any:
         return model.apply({"params": outer}, batch[:, :-1], method=lambda module, tokens: module.embed(tokens))
 
     def apply_layer(row: Params, x: jax.Array, batch: Batch) -> jax.Array:
-        return layer.apply({"params": row}, x)[0]
+        return llama.apply_layer(row, x, model.config, model.recipe, input_only=model.remat == "layer")
 
     def loss(outer: Params, x: jax.Array, batch: Batch) -> Any:
         return model.apply({"params": outer}, x, batch[:, 1:], method=model.head_loss)

@@ -5,7 +5,7 @@ from coat_jax.linen.dense import FP8Dense, FP8DenseGeneral, FP8Embed
 from coat_jax.linen.mlp import FP8MLP, FP8SwiGLU
 from coat_jax.linen.norm import FP8LayerNorm, FP8RMSNorm
 from coat_jax.linen.parameters import Kernel, WithRecipe
-from coat_jax.linen.transformer import FP8SelfAttention, FP8TransformerBlock, NormPrologue
+from coat_jax.linen.transformer import FP8SelfAttention, FP8TransformerBlock, NormScale, declare_block
 
 __all__ = [
     "FP8MLP",
@@ -19,6 +19,7 @@ __all__ = [
     "FP8SwiGLU",
     "FP8TransformerBlock",
     "Kernel",
-    "NormPrologue",
+    "NormScale",
     "WithRecipe",
+    "declare_block",
 ]

@@ -7,7 +7,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import Kernel, WithRecipe, plus_bias, product_recipe, refuse
+from coat_jax.linen.parameters import Kernel, WithRecipe, product_recipe, refuse
 from coat_jax.ops import Recipe
 
 _OTHERS = (
@@ -49,7 +49,8 @@ class FP8MultiHeadAttention(WithRecipe, nn.MultiHeadDotProductAttention):
         deterministic: bool | None = None,
         **others,
     ) -> jax.Array:
-        """(batch, tokens, features) to (batch, tokens, out_features); mask bool (batch, heads, tokens, keys)."""
+        """(batch, tokens, features) to (batch, tokens, out_features); mask (batch, heads, tokens, keys), bool or
+        numbers of which 0 hides a key, as Flax's helpers make them."""
         if not self.recipe.products_quantized:
             if self.causal:
                 mask = nn.combine_masks(mask, nn.make_causal_mask(inputs_q[..., 0], dtype=bool), dtype=bool)
@@ -65,7 +66,7 @@ class FP8MultiHeadAttention(WithRecipe, nn.MultiHeadDotProductAttention):
             )
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs = {"query": inputs_q, "key": inputs_k, "value": inputs_k if inputs_v is None else inputs_v}
-        return self._attend(inputs, mask, product_recipe(self))
+        return self._attend(inputs, None if mask is None else mask.astype(bool), product_recipe(self))
 
     def _attend(self, inputs, mask, recipe):
         width = self.qkv_features or inputs["query"].shape[-1]
@@ -74,22 +75,12 @@ class FP8MultiHeadAttention(WithRecipe, nn.MultiHeadDotProductAttention):
         heads = (self.num_heads, width // self.num_heads)
         kernel = functools.partial(Kernel, use_bias=self.use_bias, param_dtype=self.param_dtype)
         of_input = functools.partial(kernel, heads, kernel_init=self.kernel_init, bias_init=self.bias_init)
-        kernels, biases = {}, {}
-        for name, x in inputs.items():
-            kernels[name], biases[name] = of_input(name=name)(x.shape[-1])
+        params = {name: of_input(name=name)(x.shape[-1]) for name, x in inputs.items()}
         of_heads = functools.partial(
             kernel, kernel_init=self.out_kernel_init or self.kernel_init, bias_init=self.out_bias_init or self.bias_init
         )
-        out, out_bias = of_heads(self.out_features or inputs["query"].shape[-1], name="out")(*heads)
-        dtype = dtypes.canonicalize_dtype(*inputs.values(), out, dtype=self.dtype)
-        made: dict[str, jax.Array] = {}
-        for x in {id(x): x for x in inputs.values()}.values():
-            names = [name for name in inputs if inputs[name] is x]
-            ys = ops.linear([x.astype(dtype)], [kernels[name] for name in names], recipe)
-            made |= {name: plus_bias(y, biases[name]) for name, y in zip(names, ys, strict=True)}
-        if self.normalize_qk:
-            for name in ("query", "key"):
-                norm = nn.LayerNorm(use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype, name=f"{name}_ln")
-                made[name] = norm(made[name]).astype(dtype)
-        [y] = ops.attention_linear(made["query"], made["key"], made["value"], [out], recipe, causal=self.causal, mask=mask)
-        return plus_bias(y, out_bias)
+        params["out"] = of_heads(self.out_features or inputs["query"].shape[-1], name="out")(*heads)
+        norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
+        norms = {name: norm(name=f"{name}_ln") for name in ("query", "key") if self.normalize_qk}
+        dtype = dtypes.canonicalize_dtype(*inputs.values(), params["out"]["kernel"], dtype=self.dtype)
+        return ops.blocks.multi_head_attention(params, inputs, recipe, dtype=dtype, norms=norms, causal=self.causal, mask=mask)

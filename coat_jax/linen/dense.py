@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import WithRecipe, declare, plus_bias, product_recipe
+from coat_jax.linen.parameters import WithRecipe, declare, product_recipe
 from coat_jax.ops import Recipe
+from coat_jax.ops.blocks import plus_bias
 
 
 class FP8Dense(WithRecipe, nn.Dense):

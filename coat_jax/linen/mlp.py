@@ -1,6 +1,5 @@
-"""Feed-forward blocks. Skins over `coat_jax.ops`."""
+"""Feed-forward blocks. Skins over `coat_jax.ops.blocks`."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,9 +7,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import initializers
 
-from coat_jax import ops, recipes
-from coat_jax.linen.parameters import Kernel, WithRecipe, plus_bias
-from coat_jax.ops import Prologue, Recipe
+from coat_jax import recipes
+from coat_jax.linen.parameters import Kernel, WithRecipe, declare_kernels
+from coat_jax.ops import Prologue, Recipe, blocks
 
 
 class FP8SwiGLU(WithRecipe, nn.Module):
@@ -38,14 +37,9 @@ class FP8SwiGLU(WithRecipe, nn.Module):
     def __call__(self, x: jax.Array, norm: Prologue | None = None) -> jax.Array:
         """(..., in) to (..., features); `norm` is applied to x first, inside the op that consumes it."""
         x = x if self.dtype is None else x.astype(self.dtype)
-        kernel = functools.partial(Kernel, param_dtype=self.param_dtype, kernel_init=self.kernel_init)
-        (gate, _), (up, _) = (kernel(self.intermediate, name=name)(x.shape[-1]) for name in ("gate", "up"))
-        down, _ = kernel(x.shape[-1] if self.features is None else self.features, name="down")(self.intermediate)
-        gate_up = ops.linear([x], [gate, up], self.recipe, prologue=norm)
-        [y] = ops.linear(
-            gate_up, [down], self.recipe, prologue=Prologue(ops.Elementwise(ops.gate_silu), self.recipe.nonlinear_input)
-        )
-        return y
+        shapes = blocks.swiglu_shapes(self.intermediate, x.shape[-1], self.features)
+        params = declare_kernels(shapes, param_dtype=self.param_dtype, kernel_init=self.kernel_init)
+        return blocks.swiglu_mlp(params, x, self.recipe, norm)
 
 
 class FP8MLP(WithRecipe, nn.Module):
@@ -77,10 +71,8 @@ class FP8MLP(WithRecipe, nn.Module):
     def __call__(self, x: jax.Array, norm: Prologue | None = None) -> jax.Array:
         """(..., in) to (..., features); `norm` is applied to x first, inside the op that consumes it."""
         x = x if self.dtype is None else x.astype(self.dtype)
-        kernel = functools.partial(Kernel, use_bias=self.use_bias, param_dtype=self.param_dtype, kernel_init=self.kernel_init)
-        first, first_bias = kernel(self.intermediate, name="in")(x.shape[-1])
-        second, second_bias = kernel(x.shape[-1] if self.features is None else self.features, name="out")(self.intermediate)
-        [h] = ops.linear([x], [first], self.recipe, prologue=norm)
-        gelu = Prologue(ops.gelu_function(self.approximate), self.recipe.nonlinear_input)
-        [y] = ops.linear([plus_bias(h, first_bias)], [second], self.recipe, prologue=gelu)
-        return plus_bias(y, second_bias)
+        out = x.shape[-1] if self.features is None else self.features
+        shapes = {"in": (x.shape[-1], self.intermediate), "out": (self.intermediate, out)}
+        options = {"use_bias": self.use_bias, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
+        params = {name: Kernel(n, name=name, **options)(width) for name, (width, n) in shapes.items()}
+        return blocks.gelu_mlp(params, x, self.recipe, norm, approximate=self.approximate)

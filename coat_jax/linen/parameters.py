@@ -1,7 +1,7 @@
 """Declaring the parameters of linear layers apart from computing them, so that several layers can share one product."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -92,12 +92,31 @@ class Kernel(nn.Module):
     bias_init: initializers.Initializer = initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, *contracted: int) -> tuple[jax.Array, jax.Array | None]:
-        """The kernel (*contracted, *features) and the bias (*features,), or None, in their own dtype."""
+    def __call__(self, *contracted: int) -> dict[str, jax.Array]:
+        """{"kernel": (*contracted, *features)}, and "bias" (*features,) where there is one, in their own dtype."""
         features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
-        return declare(self, contracted, features)
+        kernel, bias = declare(self, contracted, features)
+        return {"kernel": kernel} if bias is None else {"kernel": kernel, "bias": bias}
 
 
-def plus_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """y + bias over the last axes, in y's dtype; y where there is none."""
-    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+def declare_kernels(shapes: Mapping[str, tuple[int, int]], **options: Any) -> dict[str, dict[str, jax.Array]]:
+    """{name: {"kernel": (in, out)}} for shapes {name: (in, out)}, in the module that is being run."""
+    return {name: Kernel(out, name=name, **options)(width) for name, (width, out) in shapes.items()}
+
+
+class Kernels(nn.Module):
+    """Kernels of several layers under one name, such as those of an attention.
+
+    Attributes:
+      shapes: (name, (in, out)) of each.
+      param_dtype, kernel_init: of the kernels.
+    """
+
+    shapes: tuple[tuple[str, tuple[int, int]], ...]
+    param_dtype: Any = jnp.float32
+    kernel_init: initializers.Initializer = initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(self) -> dict[str, dict[str, jax.Array]]:
+        """{name: {"kernel": (in, out)}}."""
+        return declare_kernels(dict(self.shapes), param_dtype=self.param_dtype, kernel_init=self.kernel_init)

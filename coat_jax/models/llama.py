@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from coat_jax import ops, recipes
-from coat_jax.linen import FP8Embed, FP8TransformerBlock, Kernel, NormPrologue, WithRecipe
-from coat_jax.ops import Recipe
+from coat_jax.linen import FP8Embed, Kernel, NormScale, WithRecipe, declare_block
+from coat_jax.ops import Norm, Recipe
 from coat_jax.parallel import batch_sharded, batch_shards
 
 LOSS_CHUNK = 1024
@@ -37,6 +37,7 @@ class Config:
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of the norms.
       norm: "rms", or "layer" for LayerNorm without parameters.
+      causal: whether a token sees earlier tokens only.
       tied_head: whether the head is the embedding, transposed.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
@@ -54,6 +55,7 @@ class Config:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     norm: str = "rms"
+    causal: bool = True
     tied_head: bool = False
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
@@ -62,6 +64,7 @@ class Config:
         for name in ("vocab_size", "hidden", "intermediate", "layers", "heads", "kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"llama.Config: {name}={getattr(self, name)}; use 1 or more")
+        object.__setattr__(self, "norm", Norm.resolve(self.norm))
         if self.hidden % (2 * self.heads):
             raise ValueError(f"llama.Config: hidden={self.hidden} over heads={self.heads}; each head needs an even width")
         if self.heads % self.kv_heads:
@@ -105,42 +108,46 @@ def preset(name: str, **changes: Any) -> Config:
     return dataclasses.replace(known[name], **changes)
 
 
-class ScannedBlock(FP8TransformerBlock):
-    """A transformer block as the body of a scan.
+def apply_layer(params: Any, x: jax.Array, config: Config, recipe: Recipe, *, input_only: bool = False) -> jax.Array:
+    """One layer of the model: `ops.blocks.transformer_block` of its parameters, x (batch, tokens, hidden) to the same shape.
 
-    Attributes:
+    Args:
+      params: of the layer.
+      x: the residual stream; its sequences stay on their devices.
+      config: sizes.
+      recipe: what is quantized and kept.
       input_only: keep nothing of the layer but its input, as `recipe.layer_input`, and run the layer again from it.
     """
 
+    def run(x, params):
+        return ops.blocks.transformer_block(params, x, config, recipe)
+
+    if input_only:
+        run = ops.stashed(run, [recipe.layer_input], implementation=recipe.implementation)
+    return run(batch_sharded(x), params)
+
+
+class ScannedBlock(nn.Module):
+    """A layer as the body of a scan: declares its parameters and calls `apply_layer`.
+
+    Attributes:
+      config: sizes.
+      recipe: what is quantized and kept.
+      input_only: as in `apply_layer`.
+    """
+
+    config: Config
+    recipe: Recipe
     input_only: bool = False
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:  # type: ignore[override]
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         """(batch, tokens, hidden) to the same shape, and nothing for the scan to collect."""
-        x = batch_sharded(x)
-        if not self.input_only or self.is_initializing():
-            return super().__call__(x), None
-        fields = [field.name for field in dataclasses.fields(FP8TransformerBlock) if field.name not in ("parent", "name")]
-        block = FP8TransformerBlock(**{name: getattr(self, name) for name in fields}, parent=None)
-
-        def run(x, params):
-            return block.apply({"params": params}, x)
-
-        keeping = ops.stashed(run, [self.recipe.layer_input], implementation=self.recipe.implementation)
-        return keeping(x, self.variables["params"]), None
-
-
-def layer_options(config: Config, recipe: Recipe) -> dict[str, Any]:
-    """The attributes of a `ScannedBlock` of this model."""
-    return {
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "intermediate": config.intermediate,
-        "rope_theta": config.rope_theta,
-        "norm": config.norm,
-        "norm_eps": config.norm_eps,
-        "param_dtype": config.param_dtype,
-        "recipe": recipe,
-    }
+        c = self.config
+        params = declare_block(c, c.hidden, param_dtype=c.param_dtype, kernel_init=nn.initializers.lecun_normal())
+        if self.is_initializing():
+            return x, None  # the parameters are all that is wanted
+        return apply_layer(params, x, c, self.recipe, input_only=self.input_only), None
 
 
 class Llama(WithRecipe, nn.Module):
@@ -181,35 +188,58 @@ class Llama(WithRecipe, nn.Module):
         scan = nn.scan(
             layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers, check_constancy_invariants=False
         )
-        self.layers = scan(**layer_options(c, self.recipe), input_only=self.remat == "layer")
-        self.norm = NormPrologue(c.norm, c.norm_eps, c.param_dtype)
+        self.layers = scan(c, self.recipe, self.remat == "layer")
+        self.norm = NormScale(c.norm, c.param_dtype)
         if not c.tied_head:
             self.head = Kernel(c.vocab_size, param_dtype=c.param_dtype)
 
     def last_norm(self, x: jax.Array) -> jax.Array:
         """The norm of the residual stream (..., hidden) that the head reads."""
-        norm = self.norm(self.config.hidden, self.recipe)
+        c = self.config
+        norm = ops.blocks.norm_prologue(self.norm(c.hidden), c.norm, c.norm_eps, self.recipe)
         return norm.fn(x, *norm.params)
 
     def head_kernel(self) -> jax.Array:
         """The kernel of the head, (hidden, vocabulary)."""
-        return self.embed.embedding.T if self.config.tied_head else self.head(self.config.hidden)[0]
+        return self.embed.embedding.T if self.config.tied_head else self.head(self.config.hidden)["kernel"]
 
     def trunk(self, tokens: jax.Array) -> jax.Array:
-        """The residual stream behind the last layer, (batch, tokens, hidden), of integer tokens (batch, tokens)."""
-        x, _ = self.layers(self.embed(tokens))
+        """The residual stream behind the last layer, (batch, tokens, hidden).
+
+        Args:
+          tokens: integers (batch, tokens); or embeddings (batch, tokens, hidden), floating point, in their place: images behind
+            an encoder, soft prompts.
+
+        Raises:
+          ValueError: embeddings of another width.
+        """
+        x, _ = self.layers(self.embeddings(tokens))
         return x
 
+    def embeddings(self, tokens: jax.Array) -> jax.Array:
+        """What the first layer reads: rows of the embedding for integer tokens, embeddings as they are; see `trunk`."""
+        if jnp.issubdtype(tokens.dtype, jnp.integer):
+            return self.embed(tokens)
+        if tokens.ndim != 3 or tokens.shape[-1] != self.config.hidden:
+            raise ValueError(f"Llama: embeddings of shape {tokens.shape}; use (batch, tokens, {self.config.hidden})")
+        return tokens.astype(self.config.dtype)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Float32 logits (batch, tokens, vocabulary) of integer tokens (batch, tokens)."""
+        """Float32 logits (batch, tokens, vocabulary) of tokens or embeddings; see `trunk`."""
         h = self.last_norm(self.trunk(tokens))
         return jnp.dot(h, self.head_kernel().astype(h.dtype), preferred_element_type=jnp.float32)
 
-    def head_loss(self, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross entropy in nats per token, float32, of the residual stream behind the last layer."""
+    def head_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+        """Mean cross entropy in nats per token, float32, of the residual stream behind the last layer; see `loss`."""
         chunk = LOSS_CHUNK * batch_shards()  # of tokens over all devices: each chunk ends in an exchange of the head's gradient
-        return ops.cross_entropy(self.last_norm(x), self.head_kernel(), targets, chunk=chunk)
+        return ops.cross_entropy(self.last_norm(x), self.head_kernel(), targets, weights, chunk=chunk)
 
-    def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross entropy in nats per token, float32, of tokens and targets (batch, tokens)."""
-        return self.head_loss(self.trunk(tokens), targets)
+    def loss(self, tokens: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+        """Mean cross entropy in nats per token, float32.
+
+        Args:
+          tokens: integers (batch, tokens), or embeddings; see `trunk`.
+          targets: integers (batch, tokens).
+          weights: of each token, float32 (batch, tokens), 0 for padding: the loss is the weighted mean. None is 1 for all.
+        """
+        return self.head_loss(self.trunk(tokens), targets, weights)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
+from coat_jax import ops
 from coat_jax.models import llama
 from coat_jax.parallel import batch_sharded
 
@@ -52,6 +53,13 @@ class RMSNorm(nn.Module):
         return y.astype(self.config.dtype) * scale.astype(self.config.dtype)
 
 
+def norm(config: llama.Config, name: str | None = None) -> nn.Module:
+    """The norm that the configuration names; a LayerNorm has no parameters, as in OLMo."""
+    if config.norm == ops.Norm.LAYER:
+        return nn.LayerNorm(config.norm_eps, dtype=config.dtype, use_bias=False, use_scale=False, name=name)
+    return RMSNorm(config, name=name)
+
+
 def _rotate(x: jax.Array, theta: float) -> jax.Array:
     """x (batch, seq, heads, width) turned by its position, computed in f32."""
     half = x.shape[-1] // 2
@@ -63,7 +71,7 @@ def _rotate(x: jax.Array, theta: float) -> jax.Array:
 
 
 class Block(nn.Module):
-    """One layer: attention, then SwiGLU, each behind an RMSNorm and added to what came in."""
+    """One layer: attention, then SwiGLU, each behind a norm and added to what came in."""
 
     config: llama.Config
     attention: Any
@@ -75,13 +83,13 @@ class Block(nn.Module):
         x = batch_sharded(x)
         dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)
         width = c.hidden // c.heads
-        h = RMSNorm(c, name="attention_norm")(x)
+        h = norm(c, "attention_norm")(x)
         heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
         q, k, v = (dense(n * width, name=name)(h).reshape(*h.shape[:2], n, width) for name, n in heads.items())
         q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention).reshape(x.shape)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=c.causal, implementation=self.attention).reshape(x.shape)
         x = x + dense(c.hidden, name="o")(checkpoint_name(y, "attention"))
-        h = RMSNorm(c, name="mlp_norm")(x)
+        h = norm(c, "mlp_norm")(x)
         gate, up = dense(c.intermediate, name="gate")(h), dense(c.intermediate, name="up")(h)
         return x + dense(c.hidden, name="down")(nn.silu(gate) * up), None
 
@@ -105,14 +113,17 @@ class Llama(nn.Module):
         self.embed = nn.Embed(c.vocab_size, c.hidden, dtype=c.dtype, param_dtype=c.param_dtype)
         scan = nn.scan(self.remat.wrap(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
         self.layers = scan(c, self.attention)
-        self.norm = RMSNorm(c)
-        self.head = nn.Dense(c.vocab_size, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)
+        self.norm = norm(c)
+        if not c.tied_head:
+            self.head = nn.Dense(c.vocab_size, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens int (batch, seq) -> logits f32 (batch, seq, vocab)."""
         x, _ = self.layers(self.embed(tokens), None)
-        return self.head(self.norm(x)).astype(jnp.float32)
+        h = self.norm(x)
+        return (self.embed.attend(h) if self.config.tied_head else self.head(h)).astype(jnp.float32)
 
-    def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross entropy, nats per token."""
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(self(tokens), targets))
+    def loss(self, tokens: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+        """Mean cross entropy, nats per token; with weights the weighted mean."""
+        losses = optax.softmax_cross_entropy_with_integer_labels(self(tokens), targets)
+        return jnp.mean(losses) if weights is None else jnp.sum(losses * weights) / jnp.sum(weights)

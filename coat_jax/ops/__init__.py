@@ -1,5 +1,6 @@
 """Differentiable functions of plain arrays, bf16 or f32 at their faces, FP8 only in what they keep for the backward pass."""
 
+from coat_jax.ops import blocks
 from coat_jax.ops.activation import add, add_quantized, gate_silu, gelu, gelu_function, multiply, silu, swiglu
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.coded_weight import CodedWeight, weight_codes
@@ -7,7 +8,7 @@ from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.embedding import embedding
 from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.loss import cross_entropy
-from coat_jax.ops.norm import layer_norm, normalize_layer, normalize_rms, rms_norm
+from coat_jax.ops.norm import Norm, layer_norm, normalize_layer, normalize_rms, rms_norm
 from coat_jax.ops.norm_kernels import NormFunction
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
@@ -17,6 +18,7 @@ __all__ = [
     "STASH",
     "CodedWeight",
     "Elementwise",
+    "Norm",
     "Prologue",
     "Recipe",
     "NormFunction",
@@ -25,6 +27,7 @@ __all__ = [
     "add_quantized",
     "attention",
     "attention_linear",
+    "blocks",
     "cross_entropy",
     "embedding",
     "gate_silu",

@@ -1,5 +1,6 @@
 """Norms over the last axis: each formula plain, as a prologue for `linear`, and as an op that keeps its input in FP8."""
 
+import enum
 import functools
 from typing import Any
 
@@ -9,6 +10,26 @@ import jax.numpy as jnp
 from coat_jax.ops.norm_kernels import Mean, NormFunction, mean_of_row
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import nonlinear
+
+
+class Norm(enum.StrEnum):
+    """The norms of a Transformer block."""
+
+    RMS = "rms"
+    """RMSNorm with a scale."""
+    LAYER = "layer"
+    """LayerNorm without parameters, as OLMo has it."""
+
+    @classmethod
+    def resolve(cls, name: str) -> "Norm":
+        """The member of that name.
+
+        Raises:
+          ValueError: an unknown name.
+        """
+        if name not in tuple(cls):
+            raise ValueError(f"norm={name!r} is unknown; use {' or '.join(repr(str(kind)) for kind in cls)}")
+        return cls(name)
 
 
 def _row(x: jax.Array, parameter: jax.Array) -> jax.Array:

@@ -142,3 +142,15 @@ def test_self_attention_reads_one_stash():
     causal = linen.FP8MultiHeadAttention(4, use_bias=False, causal=True).apply(params, X)
     masked = module.apply(params, X, mask=MASK)
     assert bool(jnp.allclose(causal, masked, rtol=0, atol=1e-5))
+
+
+def test_masks_of_flax_helpers_are_taken():
+    """They are float32 unless told otherwise, 0 where a key is hidden."""
+    x, mask = jax.random.normal(jax.random.key(0), (2, 8, 16)), nn.make_causal_mask(jnp.ones((2, 8), jnp.int32))
+    assert mask.dtype == jnp.float32
+    ours, flax = FP8MultiHeadAttention(num_heads=4), nn.MultiHeadDotProductAttention(num_heads=4)
+    params = flax.init(jax.random.key(1), x, mask=mask)
+    want = flax.apply(params, x, mask=mask)
+    got = ours.apply(params, x, mask=mask)
+    assert bool((got == ours.apply(params, x, mask=mask.astype(bool))).all())
+    assert jnp.linalg.norm(got - want) <= 0.1 * jnp.linalg.norm(want)

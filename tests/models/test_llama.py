@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 
@@ -148,3 +149,30 @@ def test_bad_values_are_refused_by_name():
         llama.Llama(SMALL, remat="stash").init(jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="norm='batch' is unknown; use 'rms' or 'layer'"):
         llama.Llama(llama.preset("tiny", norm="batch")).init(jax.random.key(0), TOKENS)
+
+
+def test_padding_of_weight_zero_changes_neither_loss_nor_gradients():
+    """float32, so that only the order of sums differs: 2^-24 of each of some hundred terms."""
+    config = llama.preset("tiny", layers=1, hidden=32, intermediate=48, dtype=jnp.float32)
+    model = llama.Llama(config, recipes.bf16())
+    tokens, targets = TOKENS[:, :6], TOKENS[:, 1:7]
+    params = model.init(jax.random.key(0), tokens)["params"]
+    padded = [jnp.pad(x, ((0, 0), (0, 3)), constant_values=7) for x in (tokens, targets)]
+    weights = jnp.pad(jnp.ones(tokens.shape), ((0, 0), (0, 3)))
+
+    def loss(params, *args):
+        return model.apply({"params": params}, *args, method=model.loss)
+
+    want, got = (jax.jit(jax.value_and_grad(loss))(params, *args) for args in ((tokens, targets), (*padded, weights)))
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=100 * 2.0**-24 * float(jnp.abs(a).max()))
+
+
+def test_embeddings_stand_for_tokens():
+    model = llama.Llama(SMALL, recipes.coat())
+    params = model.init(jax.random.key(0), TOKENS)["params"]
+    rows = params["embed"]["embedding"][TOKENS].astype(SMALL.dtype)
+    by_tokens, by_rows = (model.apply({"params": params}, x) for x in (TOKENS, rows))
+    assert bool((by_tokens == by_rows).all())
+    with pytest.raises(ValueError, match=r"embeddings of shape .*; use \(batch, tokens, "):
+        model.apply({"params": params}, rows[..., :-1])
