@@ -5,11 +5,12 @@ import enum
 import functools
 import importlib.metadata
 import importlib.util
-import json
+import os
 import platform
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,15 @@ from coat_jax.bench.run import hopper
 from coat_jax.bench.subjects import BenchConfig, checked
 from coat_jax.compiled import topology
 from coat_jax.compiled.compile import compile_for
-from coat_jax.results import provenance
+from coat_jax.interrupts import heeded
+from coat_jax.results import STANDARD_OUTPUT, provenance, write_json
 
-SMALL = Sizes(tokens=512, hidden=512, intermediate=1024)
-"""What kernels are tried at."""
+SMALL = Sizes(tokens=512, hidden=1024, intermediate=2048)
+"""What kernels are tried at: the norms' take rows of 1024 or more."""
+
+
+QUIET = "harmless; JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 in the environment keeps JAX programs quiet"
+"""What to do about the tracebacks that the plug-in logs in every JAX program of a machine without a driver."""
 
 
 class Verdict(enum.StrEnum):
@@ -69,31 +75,41 @@ def run(*, as_json: bool = False, compile_kernels: bool = True) -> list[Finding]
     console = Console()
     styles = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.FAIL: "red"}
     findings = []
-    for finding in _checks(compile_kernels):
-        findings.append(finding)
-        if not as_json:
-            advice = f"; {finding.advice}" if finding.advice else ""
-            console.print(f"{finding.verdict:4}", style=styles[finding.verdict], end=" ", highlight=False)
-            console.print(f"{finding.name}: {finding.seen}{advice}", soft_wrap=True, markup=False, highlight=False)
+    with heeded() as check:
+        for finding in _checks(compile_kernels):
+            check()  # whatever goes wrong is a finding, an interrupt is none
+            findings.append(finding)
+            if not as_json:
+                advice = f"; {finding.advice}" if finding.advice else ""
+                console.print(f"{finding.verdict:4}", style=styles[finding.verdict], end=" ", highlight=False)
+                console.print(f"{finding.name}: {finding.seen}{advice}", soft_wrap=True, markup=False, highlight=False)
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps(provenance("coat-jax doctor --json") | {"findings": rows}, indent=1))
+        write_json(STANDARD_OUTPUT, provenance("coat-jax doctor --json") | {"findings": rows})
     return findings
 
 
 def _checks(compile_kernels: bool) -> Iterator[Finding]:
     yield _python()
     yield from _versions()
-    yield _devices()
+    devices = _attempt("devices", _devices, Verdict.FAIL, _platform_advice())
+    yield devices
     yield _main_job()
-    yield _attempt("FP8 on this device", _fp8_here, Verdict.FAIL, "jax and jaxlib of one version, 0.10.2 or newer")
+    if devices.verdict is Verdict.OK:
+        yield _attempt("FP8 on this device", _fp8_here, Verdict.FAIL, "jax and jaxlib of one version, 0.10.2 or newer")
     yield _plug_in()
     yield _cudnn()
-    if compile_kernels and topology.missing() is None:
+    if compile_kernels and topology.missing() is None and devices.verdict is Verdict.OK:
         yield _attempt("FP8 product, compiled for an H100", _fp8_product, Verdict.NOTE, "pip install 'coat-jax[plan]'")
+        work = _runs if hopper() else _compiles
         for case in cases(SMALL):
-            work = functools.partial(_runs if hopper() else _compiles, case)
-            yield _attempt(f"kernel: {case.name}", work, Verdict.NOTE, "jax 0.12; implementation='xla' does the same")
+            advice = "jax 0.12; implementation='xla' does the same"
+            yield _attempt(f"kernel: {case.name}", functools.partial(work, case), Verdict.NOTE, advice)
+
+
+def _platform_advice() -> str:
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    return f"unset JAX_PLATFORMS, which is {asked!r}" if asked else "JAX finds no device, not even a CPU; reinstall jaxlib"
 
 
 def _python() -> Finding:
@@ -127,10 +143,10 @@ def _versions() -> Iterator[Finding]:
     yield Finding("jax and jaxlib", Verdict.OK if same else Verdict.FAIL, f"{jax_version} and {jaxlib}", advice)
 
 
-def _devices() -> Finding:
+def _devices() -> str:
     devices = jax.devices()
     kinds = ", ".join(sorted({f"{d.device_kind} ({_meaning(d)})" for d in devices}))
-    return Finding("devices", Verdict.OK, f"{len(devices)} x {kinds}")
+    return f"{len(devices)} x {kinds}"
 
 
 def _meaning(device: jax.Device) -> str:
@@ -160,6 +176,8 @@ def _plug_in() -> Finding:
     wrong = [name for name, v in seen.items() if _release(v) != _release(version("jaxlib"))]
     advice = "pip install " + " ".join(f"{name}=={version('jaxlib')}" for name in wrong) if wrong else ""
     text = ", ".join(f"{name} {v}" for name, v in seen.items())
+    if not wrong and not Path("/proc/driver/nvidia").exists():
+        return Finding("CUDA plug-in", Verdict.OK, f"{text}, and no driver: it compiles, and logs tracebacks", QUIET)
     return Finding("CUDA plug-in", Verdict.NOTE if wrong else Verdict.OK, text, advice)
 
 

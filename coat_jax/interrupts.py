@@ -6,9 +6,24 @@ import threading
 from collections.abc import Callable, Iterator
 
 
+class _Noted:
+    """A handler of interrupts that raises KeyboardInterrupt, as Python's own, and remembers that it did."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def heeded() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises KeyboardInterrupt if there was an interrupt within this context.
+    """Gives a function that raises KeyboardInterrupt if there was an interrupt within this context, or one around it.
 
     Work that takes any error for a result ("this kernel does not compile") would take an interrupt for one too: Python raises
     it in whatever runs, and where that is a callback of a compiler, it comes out as an error of the compiler. Such work calls
@@ -19,23 +34,17 @@ def heeded() -> Iterator[Callable[[], None]]:
       ...     for part in ("a", "b"):
       ...         check()  # goes on, as nobody pressed Ctrl-C
     """
-    came: list[int] = []
     before = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, frame: object) -> None:
-        came.append(number)
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if came:
-            raise KeyboardInterrupt
-
+    if isinstance(before, _Noted):
+        yield before.check
+        return
+    noted = _Noted()
     # Only the main thread may set a handler, and one that somebody else set (to ignore interrupts, say) stays.
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield check
+        yield noted.check
         return
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, noted)
     try:
-        yield check
+        yield noted.check
     finally:
         signal.signal(signal.SIGINT, before)

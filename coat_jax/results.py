@@ -52,8 +52,9 @@ def check_file(option: str, path: str | Path) -> None:
             raise ValueError(f"{shown} is a folder; give the name of a file")
         if mode is not None and not stat.S_ISREG(mode):
             raise ValueError(f"{shown} is a device or a pipe; give the name of an ordinary file")
-        if not os.access(path.parent, os.W_OK) or (mode is not None and not os.access(path, os.W_OK)):
-            raise ValueError(f"{shown} cannot be written; give a file in a folder that you may write")
+        if mode is not None and not os.access(path, os.W_OK):
+            raise ValueError(f"{shown} cannot be written; give a file that you may write")
+        _probe(path.parent)
     except OSError as error:
         raise ValueError(f"{shown} cannot be written: {error.strerror}; give another file") from None
 
@@ -69,10 +70,24 @@ def check_folder(option: str, path: str | Path) -> None:
         there = next(p for p in (path, *path.absolute().parents) if p.exists())
         if not there.is_dir():
             raise ValueError(f"{shown} is a file; name a folder" if there == path else f"{shown}: {str(there)!r} is a file")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(f"{shown} cannot be written; give a folder that you may write")
+        _probe(there)
     except OSError as error:
         raise ValueError(f"{shown} cannot be written: {error.strerror}; give another folder") from None
+
+
+def _probe(folder: Path) -> None:
+    """Makes a file in the folder and removes it: permissions do not tell of read-only devices, nor to an administrator."""
+    name = folder / f".coat-jax.{os.getpid()}"
+    with open(name, "xb"):
+        name.unlink()
+
+
+def check_new(option: str, path: str | Path) -> None:
+    """`check_file`, and folders above the file may be missing: they are made when it is written."""
+    if Path(path).parent.is_dir():
+        check_file(option, path)
+    else:
+        check_folder(option, Path(path).parent)
 
 
 def write(path: str | Path, content: str | bytes) -> None:
@@ -155,8 +170,9 @@ def fits(value: Any, pattern: Any) -> bool:
       >>> fits({"rows": [{}]}, {"rows": [{"name": str}]})
       False
     """
-    if isinstance(pattern, type):
-        return isinstance(value, (int, float) if pattern is float else pattern) and not isinstance(value, bool)
+    if isinstance(pattern, type):  # a bool is an int to Python, not to JSON
+        kinds = (int, float) if pattern is float else pattern
+        return isinstance(value, kinds) and (pattern in (bool, object) or not isinstance(value, bool))
     if isinstance(pattern, list):
         return isinstance(value, list) and all(fits(item, pattern[0]) for item in value)
     if not isinstance(value, dict):

@@ -1,9 +1,15 @@
 """`coat-jax doctor` says what is missing and what to install, and its status says whether training would run."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
+from pathlib import Path
 
+import jax
 import pytest
+import user_program
 
 from coat_jax import cli, doctor
 from coat_jax.bench.kernels import cases
@@ -73,6 +79,52 @@ def test_on_a_hopper_gpu_kernels_run_and_a_wrong_one_is_named(monkeypatch):
     findings = {f.name: f for f in doctor.run()}
     assert "runs; results are those of plain XLA: equal" in findings[f"kernel: {whole.name}"].seen
     assert findings["kernel: wrong"].verdict is Verdict.NOTE and "not those of plain XLA" in findings["kernel: wrong"].seen
+
+
+def test_a_doctor_speaks_where_jax_finds_no_device(monkeypatch, capsys):
+    def no_device():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(doctor.jax, "devices", no_device)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert cli.main(["doctor", "--json"]) == 1
+    findings = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert findings["devices"]["verdict"] == "fail" and "unset JAX_PLATFORMS, which is 'cuda'" in findings["devices"]["advice"]
+    assert {"Python", "packages", "CUDA plug-in", "cuDNN attention"} <= set(findings)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_a_doctor_speaks_in_a_process_whose_platform_is_not_there(tmp_path, platform):
+    program = "import sys; from coat_jax import cli; sys.exit(cli.main(['doctor']))"
+    done = user_program.run(program, tmp_path, JAX_PLATFORMS=platform)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"unset JAX_PLATFORMS, which is '{platform}'" in done.stdout and "cuDNN" in done.stdout
+
+
+def test_an_interrupt_that_a_check_swallows_ends_the_report(monkeypatch):
+    def swallows():
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("INTERNAL: KeyboardInterrupt")
+
+    monkeypatch.setattr(doctor, "_fp8_here", swallows)
+    assert cli.main(["doctor", "--quick"]) == 130
+
+
+def test_every_kernel_takes_the_probe():
+    """Shapes alone, which every kernel of these widths takes: none refuses them by design."""
+    for case in cases(doctor.SMALL):
+        jax.eval_shape(case.make("pallas"), *case.abstract)
+
+
+@pytest.mark.plan
+def test_the_plug_in_says_how_to_keep_jax_quiet_and_that_does(tmp_path, monkeypatch, capsys):
+    if not Path("/proc/driver/nvidia").exists():
+        cli.main(["doctor", "--quick"])
+        assert doctor.QUIET in capsys.readouterr().out
+        name, value = doctor.QUIET.split()[1].split("=")
+        done = user_program.run("import coat_jax, jax; jax.devices()", tmp_path, **{name: value})
+        assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
 @pytest.mark.plan

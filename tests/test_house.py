@@ -31,6 +31,7 @@ FLOORS = (
     ("coat_jax.pretrained", "coat_jax.train"),
     ("coat_jax.studies", "coat_jax.plan", "coat_jax.bench"),
     ("coat_jax.doctor",),
+    ("coat_jax.commands",),
     ("coat_jax.cli", "coat_jax.__main__"),
 )
 """Rooms, lowest floor first. Rooms of one floor do not know each other."""
@@ -300,7 +301,7 @@ def test_an_unknown_name_is_refused():
 
 
 # Examples run where their module's extra is installed, those of kernels where jax interprets kernels.
-LEFT_OUT = () if HAS_DEMO else ("coat_jax.cli", "coat_jax.train", "coat_jax.studies", "coat_jax.plan", "coat_jax.doctor")
+LEFT_OUT = () if HAS_DEMO else ("coat_jax.commands", "coat_jax.train", "coat_jax.studies", "coat_jax.plan", "coat_jax.doctor")
 LEFT_OUT += () if backend.can_interpret else ("pallas_kernels",)
 WITH_EXAMPLES = [module for module, path in PATHS.items() if ">>>" in path.read_text() and not module.startswith(LEFT_OUT)]
 

@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -11,7 +10,7 @@ from coat_jax.bench.ceilings import Ceilings
 from coat_jax.bench.row import BenchRow
 from coat_jax.compiled import devices
 from coat_jax.compiled.devices import Device
-from coat_jax.results import compact
+from coat_jax.results import write_json
 
 
 def described(kind: str) -> Device:
@@ -35,7 +34,7 @@ def calibrated(base: Device, kind: str, ceilings: Ceilings) -> Device:
 
 def write(file: str, device: Device) -> None:
     """Writes a description that `coat_jax.compiled.devices.named` reads."""
-    Path(file).write_text(compact(dataclasses.asdict(device)), encoding="utf-8")
+    write_json(file, dataclasses.asdict(device))
 
 
 def errors(rows: Sequence[BenchRow]) -> dict[str, float]:

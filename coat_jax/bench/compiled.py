@@ -11,7 +11,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import jax
 from coat_jax.bench.kernels import KernelSpec, matching
 from coat_jax.bench.table import table
 from coat_jax.compiled.compile import compile_for
-from coat_jax.results import compact, provenance
+from coat_jax.results import provenance, write_json
 from pallas_kernels import jaxprs
 
 NOTE = (
@@ -118,16 +117,18 @@ def shown(rows: Sequence[CompiledKernel]) -> str:
     return table(heads, [(r.name, f"{r.moved:.3f}", f"{r.least:.3f}", *some) for r, some in zip(rows, texts, strict=True)])
 
 
-def run(*, only: str = "", json: str | None = None, command: str = "") -> list[CompiledKernel]:
-    """Compiles the kernels whose names hold `only`, prints their table, and writes JSON to the file `json`.
+def run(
+    *, only: str = "", json: str | None = None, command: str = "", say: Callable[[str], None] = print
+) -> list[CompiledKernel]:
+    """Compiles the kernels whose names hold `only`, says their table, and writes JSON to the file `json`, or "-".
 
     Raises:
       ValueError: no kernel's name holds `only`.
       PlanError: the `plan` extra is not installed.
     """
     rows = [compiled(case) for case in matching(only)]
-    print(NOTE + "\n\n" + shown(rows))
     if json:
         record = {**provenance(command, PACKAGES), "note": NOTE, "rows": [dataclasses.asdict(r) for r in rows]}
-        Path(json).write_text(compact(record), encoding="utf-8")
+        write_json(json, record)
+    say(NOTE + "\n\n" + shown(rows))
     return rows

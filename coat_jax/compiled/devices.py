@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 GIB = 2**30
+_LARGEST = 2**62  # XLA holds integers of 64 bits
 _FILE = Path(__file__).with_name("devices.json")
 
 _TARGET = """
@@ -84,8 +86,10 @@ def named(device: str) -> Device:
     if not str(device).endswith(".json"):
         raise ValueError(f"device={device!r} is unknown; use one of {', '.join(known)}, or the path of a .json description")
     try:
-        fields = json.loads(Path(device).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        if Path(device).exists() and not Path(device).is_file():  # a device of the system may have no end
+            raise ValueError("it is no file")
+        fields = json.loads(Path(device).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"device={device!r} cannot be read: {error}") from None
     return _described(device, fields)
 
@@ -99,11 +103,12 @@ def _described(path: str, fields: object) -> Device:
         wrong = f"lacks {', '.join(missing)}" if missing else f"has unknown fields {', '.join(unknown)}"
         raise ValueError(f"device={path!r} {wrong}; it needs {', '.join(expected)}")
     for name, kind in expected.items():
-        number = isinstance(fields[name], int | float) and not isinstance(fields[name], bool) and fields[name] > 0
-        if not (isinstance(fields[name], str) if kind is str else number):
-            raise ValueError(
-                f"device={path!r}: {name}={fields[name]!r} is not {'text' if kind is str else 'a positive number'}"
-            )
-    if fields["compute_capability"].count(".") != 1 or not fields["compute_capability"].replace(".", "").isdigit():
+        number = isinstance(fields[name], int if kind is int else int | float) and not isinstance(fields[name], bool)
+        if not (isinstance(fields[name], str) if kind is str else number and 0 < fields[name] < _LARGEST):
+            wanted = "text" if kind is str else "a positive whole number" if kind is int else "a positive number"
+            raise ValueError(f"device={path!r}: {name}={str(fields[name])[:40]!r} is not {wanted} that XLA can hold")
+    if not re.fullmatch(r"\d{1,3}\.\d{1,3}", fields["compute_capability"], re.ASCII):
         raise ValueError(f"device={path!r}: compute_capability={fields['compute_capability']!r} is not like '9.0'")
+    if not fields["name"].isprintable() or set(fields["name"]) & set('"\\'):
+        raise ValueError(f"device={path!r}: name={fields['name']!r} must be printable and without quotes or backslashes")
     return Device(**fields)

@@ -1,6 +1,8 @@
 """`coat-jax plan`: rows, a table, JSON, a picture."""
 
 import dataclasses
+import io
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,13 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from coat_jax.compiled.devices import GIB
+from coat_jax.interrupts import heeded
 from coat_jax.plan import row as planning
 from coat_jax.plan import search
 from coat_jax.plan.config import PlanConfig
 from coat_jax.plan.row import RESERVE_BYTES, PlanRow
-from coat_jax.results import check_file, compact, provenance
+from coat_jax.results import STANDARD_OUTPUT, check_file, load, provenance, write, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-cuda-nvcc-cu12")
+
+PATTERN = {"rows": [planning.PATTERN]}
+"""What the JSON is like."""
 
 PICTURES = (".png", ".pdf", ".svg")
 """Kinds of files that a picture is written as."""
@@ -38,7 +44,8 @@ class PlanOutput:
       reserve_gib: what has to stay free for a step to fit.
 
     Raises:
-      ValueError: a negative reserve, a file that cannot be written, or a picture of an unknown kind.
+      ValueError: a reserve that is no number of 0 or more, a file that cannot be written or holds something else, or a picture
+        of an unknown kind.
     """
 
     json: str | None = None
@@ -46,13 +53,19 @@ class PlanOutput:
     reserve_gib: float = RESERVE_BYTES / GIB
 
     def __post_init__(self):
-        if not self.reserve_gib >= 0:
-            raise ValueError(f"reserve={self.reserve_gib} GiB; use 0 or more")
-        for name, path in (("json", self.json), ("plot", self.plot)):
-            if path is not None and path != "-":
-                check_file(name, path)
-        if self.plot is not None and Path(self.plot).suffix.lower() not in PICTURES:
-            raise ValueError(f"plot={str(self.plot)!r}; give a name that ends in one of {', '.join(PICTURES)}")
+        if not 0 <= self.reserve_gib < math.inf:
+            raise ValueError(f"reserve={self.reserve_gib} GiB; use a number of 0 or more")
+        if self.json == STANDARD_OUTPUT and sys.stdout is None:
+            raise ValueError("json='-': standard output is closed; give a file")
+        if self.json not in (None, STANDARD_OUTPUT):
+            load("json", self.json, PATTERN)
+        if self.plot is not None:
+            check_file("plot", self.plot)
+            if Path(self.plot).suffix.lower() not in PICTURES:
+                raise ValueError(f"plot={str(self.plot)!r}; give a name that ends in one of {', '.join(PICTURES)}")
+            # Every kind of picture that Matplotlib writes says so in its first or last lines.
+            if Path(self.plot).exists() and (content := Path(self.plot).read_bytes()) and b"atplotlib" not in content:
+                raise ValueError(f"plot={str(self.plot)!r} is no picture of this command; it stands, give another file")
 
     @property
     def reserve_bytes(self) -> int:
@@ -62,24 +75,39 @@ class PlanOutput:
     @property
     def console(self) -> Console:
         """Where people read: standard error if the JSON goes to standard output."""
-        return Console(stderr=self.json == "-")
+        return Console(stderr=self.json == STANDARD_OUTPUT)
+
+    def check_rows(self, settings: Sequence[PlanConfig], *, fit: bool) -> None:
+        """Refuses to replace a file that holds rows which the new one would not have.
+
+        Raises:
+          ValueError: it does; the message says how many.
+        """
+        if self.json in (None, STANDARD_OUTPUT) or (held := load("json", self.json, PATTERN)) is None:
+            return
+        new = {planning.key(dataclasses.asdict(setting)) for setting in settings}
+        lost = [r for r in held["rows"] if planning.key(r) not in new or (r["largest_batch"] is not None and not fit)]
+        if lost:
+            raise ValueError(f"json={self.json!r} holds {len(lost)} rows that this plan would not have; give another file")
 
     def show(self, rows: Sequence[PlanRow], command: str) -> None:
-        """The table, then the files."""
+        """The files, then the table."""
+        document = provenance(command, PACKAGES) | {"rows": [row.to_json(self.reserve_bytes) for row in rows]}
+        if self.json not in (None, STANDARD_OUTPUT):
+            write_json(self.json, document)
+        if self.plot is not None and any(row.error is None for row in rows):
+            from coat_jax.plan.picture import frontier
+
+            drawn = io.BytesIO()
+            frontier(rows).savefig(drawn, format=Path(self.plot).suffix.lower()[1:], dpi=150)
+            write(self.plot, drawn.getvalue())
         self.console.print(table(rows, self.reserve_bytes))
         for row in rows:
             if len(rows) == 1 or row.error is not None:
                 self.console.print(details(row), highlight=False)
         self.console.print(LEFT_OUT, style="dim")
-        document = provenance(command, PACKAGES) | {"rows": [row.to_json(self.reserve_bytes) for row in rows]}
-        if self.json == "-":
-            sys.stdout.write(compact(document))
-        elif self.json is not None:
-            Path(self.json).write_text(compact(document))
-        if self.plot is not None:
-            from coat_jax.plan.picture import frontier
-
-            frontier(rows).savefig(self.plot, dpi=150)
+        if self.json == STANDARD_OUTPUT:
+            write_json(STANDARD_OUTPUT, document)
 
 
 def run(
@@ -99,6 +127,7 @@ def run(
     """
     output = output or PlanOutput()
     settings = search.frontier(setting) if compare else [setting]
+    output.check_rows(settings, fit=fit)
     rows = sorted(planned(settings, output, fit=fit), key=lambda row: (row.error is not None, -row.peak_bytes))
     output.show(rows, command)
     return rows
@@ -108,12 +137,14 @@ def planned(settings: Iterable[PlanConfig], output: PlanOutput, *, fit: bool) ->
     """Rows of the settings, with a progress bar."""
     settings = list(settings)
     parts = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*parts, console=output.console, transient=True) as progress:
+    with Progress(*parts, console=output.console, transient=True) as progress, heeded() as check:
         task = progress.add_task("compiling", total=len(settings))
 
         def plan(setting: PlanConfig) -> PlanRow:
             progress.update(task, description=f"{setting.label}, batch {setting.batch}")
-            return planning.plan(setting)
+            row = planning.plan(setting)
+            check()  # an error of the compiler is a row, an interrupt is none
+            return row
 
         rows = []
         for setting in settings:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +21,10 @@ class Baseline(enum.StrEnum):
     """In place of a recipe: plain Flax in BF16, without an operation of this library."""
     OPTAX = "optax"
     """In place of a codec: `optax.adamw`, moments in the dtype of the parameters."""
+
+
+MOST_TOKENS = 2**28
+"""Tokens of a step that a plan covers: XLA counts elements of an array's axis in 32 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +61,7 @@ class PlanConfig:
 
     def __post_init__(self):
         llama.preset(self.model)
-        devices.named(self.device)
+        _ = self.gpu
         if self.recipe != Baseline.PLAIN and self.recipe not in recipes.NAMES:
             raise ValueError(f"recipe={self.recipe!r} is unknown; use one of {', '.join([*recipes.NAMES, Baseline.PLAIN])}")
         if self.codec != Baseline.OPTAX and self.codec not in codecs.names():
@@ -68,6 +73,10 @@ class PlanConfig:
         for name in ("batch", "seq", "gpus"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        if self.batch * self.seq > MOST_TOKENS:
+            raise ValueError(
+                f"batch={self.batch} of seq={self.seq} is {self.tokens} tokens; one plan covers up to {MOST_TOKENS}"
+            )
         if self.gpus > 64:
             raise ValueError(f"gpus={self.gpus}; one plan covers up to 64")
         if self.batch % self.gpus:
@@ -77,6 +86,11 @@ class PlanConfig:
             raise ValueError(f"master={self.master!r} is kept by this library's optimizer; codec='optax' has none")
         if self.fused and (self.recipe == Baseline.PLAIN or self.codec == Baseline.OPTAX):
             raise ValueError("fused updates layers with this library's recipes and codecs; not with 'plain' or 'optax'")
+
+    @functools.cached_property
+    def gpu(self) -> devices.Device:
+        """The device's description, read once."""
+        return devices.named(self.device)
 
     @property
     def config(self) -> llama.Config:

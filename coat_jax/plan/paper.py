@@ -1,7 +1,6 @@
 """The paper's table of peak memory, with this library's rows beside: `coat-jax plan --table paper`. Resumable."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from rich.table import Table
 from coat_jax.compiled.devices import GIB
 from coat_jax.plan import command
 from coat_jax.plan.config import PlanConfig
-from coat_jax.results import compact, provenance
+from coat_jax.plan.row import key
+from coat_jax.results import check_same, load, provenance, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,30 +64,20 @@ def run(path: Path, *, output: command.PlanOutput, typed: str, fit: bool = True)
 
     Raises:
       PlanError: no CUDA plug-in is installed.
-      ValueError: path holds something else.
+      ValueError: path cannot be written, or holds something else or cells of other versions.
     """
-    document = provenance(typed, command.PACKAGES) | {"rows": []}
-    if path.exists():
-        try:
-            document = json.loads(path.read_text())
-        except ValueError:  # not JSON, or not text
-            document = {}
-        if not isinstance(document, dict) or "rows" not in document:
-            raise ValueError(f"table: {str(path)!r} holds no rows to continue; give another file")
+    fresh = provenance(typed, command.PACKAGES) | {"rows": []}
+    document = load("json", path, command.PATTERN) or fresh
+    check_same("json", path, document, fresh, ("versions",))
     done = {key(row) for row in document["rows"]}
     for setting in settings():
         if key(dataclasses.asdict(setting)) not in done:
             rows = command.planned([setting], output, fit=fit and setting.gpus == 1)
             document["rows"] += [row.to_json(output.reserve_bytes) for row in rows]
-            path.write_text(compact(document))
+            write_json(path, document)
     output.console.print(table(document["rows"]))
     output.console.print(command.LEFT_OUT, style="dim")
     return document
-
-
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells the cells apart."""
-    return tuple(row[field.name] for field in dataclasses.fields(PlanConfig))
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

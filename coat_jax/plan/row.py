@@ -4,12 +4,13 @@ import dataclasses
 import time
 from typing import Any
 
-from coat_jax.compiled import devices, roofline
+from coat_jax.compiled import roofline
+from coat_jax.compiled.devices import GIB
 from coat_jax.compiled.program import Program
 from coat_jax.plan.config import PlanConfig
 from coat_jax.plan.step import training_step
 
-RESERVE_BYTES = 4 * devices.GIB
+RESERVE_BYTES = 4 * GIB
 """Kept free for what a compiled peak leaves out: CUDA context, workspaces of cuBLAS and NCCL, fragmentation."""
 
 
@@ -48,7 +49,7 @@ class PlanRow:
     @property
     def memory_bytes(self) -> int:
         """Memory of the device."""
-        return devices.named(self.setting.device).memory_bytes
+        return self.setting.gpu.memory_bytes
 
     def fits(self, reserve_bytes: int = RESERVE_BYTES) -> bool:
         """Whether the compiled peak leaves `reserve_bytes` of the device's memory free."""
@@ -65,6 +66,16 @@ class PlanRow:
         modelled = {"modelled_step_seconds": found.pop("step_seconds"), "modelled_tokens_per_second": self.tokens_per_second}
         fits = {"fits": self.fits(reserve_bytes), "reserve_bytes": reserve_bytes}
         return dataclasses.asdict(self.setting) | found | modelled | fits
+
+
+PATTERN = {"error": object, "peak_bytes": float, "largest_batch": object}
+PATTERN |= {field.name: field.type if field.type in (str, int, bool) else object for field in dataclasses.fields(PlanConfig)}
+"""What a row of a plan's JSON is like."""
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells the rows of a plan's JSON apart: the settings."""
+    return tuple(row[field.name] for field in dataclasses.fields(PlanConfig))
 
 
 def plan(setting: PlanConfig) -> PlanRow:
@@ -100,7 +111,7 @@ def read(setting: PlanConfig, program: Program, compile_seconds: float) -> PlanR
         flops=flops,
         recomputed=sum(flops.values()) / setting.needed_flops() - 1,
         collective_bytes=program.collective_bytes(),
-        step_seconds=roofline.seconds(program, devices.named(setting.device)).total,
+        step_seconds=roofline.seconds(program, setting.gpu).total,
         compile_seconds=compile_seconds,
     )
 

@@ -17,6 +17,7 @@ from coat_jax.models import llama, plain
 from coat_jax.optim import coat_adamw, codecs, state_specs
 from coat_jax.parallel import batch_spec, fsdp_specs
 from coat_jax.plan.config import Baseline, PlanConfig
+from coat_jax.train.step import OrdinaryStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class PlannedStep:
         """The program for the setting's GPUs, with parameters and state donated, given all the memory that it wants."""
         placed = (self.specs[0], self.specs[1], None) if setting.gpus > 1 else None
         return compile_for(
-            setting.device,
+            setting.gpu,
             self.fn,
             *self.args,
             gpus=setting.gpus,
@@ -55,30 +56,6 @@ def optimizer(setting: PlanConfig) -> optax.GradientTransformation:
     return coat_adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1, codec=kept, master=setting.master)
 
 
-@dataclasses.dataclass(frozen=True)
-class PlainStep:
-    """The step that everyone writes: all gradients, then the optimizer."""
-
-    model: plain.Llama
-    tx: optax.GradientTransformation
-
-    def init(self, params: Any) -> Any:
-        """The optimizer's state."""
-        return self.tx.init(params)
-
-    def __call__(self, params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """One step."""
-
-        def loss(params):
-            return self.model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:], method=self.model.loss)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        if hasattr(self.tx, "update_and_apply"):
-            return *self.tx.update_and_apply(grads, state, params), value
-        updates, state = self.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-
 def training_step(setting: PlanConfig) -> PlannedStep:
     """The step that `setting` describes."""
     tx = optimizer(setting)
@@ -88,7 +65,11 @@ def training_step(setting: PlanConfig) -> PlannedStep:
         model: Any = plain.Llama(setting.config, plain.Remat(setting.remat), "cudnn")
         # cuDNN's attention takes no arrays of a CPU; parameters are the same without it.
         declared: Any = plain.Llama(setting.config)
-        step = PlainStep(model, tx)
+
+        def loss(params: Any, tokens: jax.Array) -> jax.Array:
+            return model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:], method=model.loss)
+
+        step = OrdinaryStep(loss, tx)
     else:
         remat = "layer" if setting.remat == plain.Remat.LAYER else None
         model = declared = llama.Llama(setting.config, recipes.named(setting.recipe), remat=remat)

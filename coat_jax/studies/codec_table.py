@@ -12,12 +12,14 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemaining
 from rich.table import Table
 
 from coat_jax.optim import codecs
-from coat_jax.results import compact
+from coat_jax.results import check_folder, check_same, load, write_json
 from coat_jax.studies import codec_errors, report
 from coat_jax.studies.codec_study import Study, bytes_per_parameter, real_moments
-from coat_jax.studies.variants import StudyConfig
+from coat_jax.studies.variants import StudyConfig, check_count
 from coat_jax.train import data as text
 
+PATTERN = {"settings": dict, "corpus": dict, "seeds": int, "codecs": {str: dict}}
+"""What a `codecs.json` is like."""
 PERTURBED = "float32, perturbed"
 """The row of float32 runs whose initial parameters were changed a little."""
 
@@ -35,7 +37,7 @@ def run(
 ) -> dict[str, Any]:
     """Measures every codec, prints the table, and writes `codecs.json` into the folder `out` after every measurement.
 
-    A `codecs.json` of the same settings is taken up where it ends.
+    A `codecs.json` of the same settings is taken up where it ends; more seeds add to its runs.
 
     Args:
       settings: the small Llama; its variants are not used, its seed splits the text.
@@ -51,23 +53,23 @@ def run(
       What `codecs.json` holds.
 
     Raises:
-      ValueError: no seed, text that is missing or too small, or an `out` that is a file.
+      ValueError: too few seeds or groups, text that is missing or too small, or an `out` that is a file, that cannot be
+        written, or that holds measurements of other settings, text or versions.
       DivergedError: a loss that is not finite; what was measured until then is written.
     """
     console = console or Console()
-    if seeds < 2:
-        raise ValueError(f"codecs: seeds={seeds}; use 2 or more, a standard error needs them")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"codecs: out={str(out)!r} is a file; name a folder")
+    check_count("seeds", seeds, 2, 10_000)  # a standard error needs two
+    check_count("groups", groups, 1, 4096)
+    check_folder("out", out)
     corpus = text.load(data, seed=settings.seed, least_bytes=settings.batch * settings.seq + 1)
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "codecs.json"
     results = report.header(settings, corpus, command) | {"seeds": seeds, "groups": groups, "last": last, "codecs": {}}
     results = json.loads(json.dumps(results))  # tuples become lists, as in the file
-    if path.exists():
-        old = json.loads(path.read_text())
-        if all(old.get(key) == results[key] for key in ("settings", "versions", "corpus", "seeds", "groups", "last")):
-            results = old
+    old = load("out", path, PATTERN) if out.exists() else None
+    if old is not None:
+        check_same("out", path, old, results, ("settings", "versions", "corpus", "groups", "last"))
+        results = old | {"seeds": max(seeds, old["seeds"])}
+    out.mkdir(parents=True, exist_ok=True)
     columns = (
         *Progress.get_default_columns()[:3],
         TimeElapsedColumn(),
@@ -78,15 +80,11 @@ def run(
         _errors(results, path, progress)
         _runs(results, path, progress, Study(settings, corpus))
     results["verdicts"] = verdicts(results)
-    _write(results, path)
+    write_json(path, results)
     for view in tables(results):
         console.print(view)
     console.print(f"Written: {path}", highlight=False)
     return results
-
-
-def _write(results: dict[str, Any], path: Path) -> None:
-    path.write_text(compact(results))
 
 
 def _errors(results: dict[str, Any], path: Path, progress: Progress) -> None:
@@ -100,7 +98,7 @@ def _errors(results: dict[str, Any], path: Path, progress: Progress) -> None:
             row["bytes_per_parameter"] = bytes_per_parameter(codec)
             if codec.quantizes:
                 row |= codec_errors.measure(codec, groups=results["groups"], last=results["last"])
-            _write(results, path)
+            write_json(path, results)
         progress.update(task, advance=1)
 
 
@@ -121,7 +119,7 @@ def _runs(results: dict[str, Any], path: Path, progress: Progress, study: Study)
             if label == "float32" and seed == 0:
                 results["real_moments"] = real_moments(state)
             runs.append(row)
-            _write(results, path)
+            write_json(path, results)
 
 
 def loss_difference(results: dict[str, Any], label: str) -> tuple[float, float]:

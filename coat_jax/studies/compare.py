@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from coat_jax.models import plain
+from coat_jax.results import check_folder
 from coat_jax.studies import accounting, report
 from coat_jax.studies.variants import StudyConfig, build
 from coat_jax.train import data as text
@@ -41,13 +42,16 @@ def run(
       What `compare.json` holds.
 
     Raises:
-      ValueError: text that is missing or too small, a model that does not fit, or an `out` that is a file.
-      DivergedError: a loss that is not finite. What was measured until then is written first, as it is on an interrupt.
+      ValueError: text that is missing or too small, a model that does not fit, or an `out` that is a file or that holds a
+        comparison of other settings.
+      DivergedError: a loss that is not finite. What was measured until then is written first, as it is on an interrupt and on
+        any other error.
     """
     console = console or Console()
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"compare: out={str(out)!r} is a file; name a folder")
+    check_folder("out", out)
     corpus = text.load(data, seed=settings.seed, least_bytes=settings.batch * settings.seq + 1)
+    results = report.header(settings, corpus, command)
+    folder = report.Folder.of(out, results)
     shape = np.zeros((settings.batch, settings.seq + 1), np.int32)
     trainers = {name: Trainer(build(settings, name), shape) for name in settings.variants}
     needed = sum(accounting.nbytes(trainer.abstract_state) for trainer in trainers.values())
@@ -56,19 +60,18 @@ def run(
             f"compare: preset={settings.preset!r} needs {needed / 2**30:.1f} GiB for parameters and moments of "
             f"{len(trainers)} variants, here are {accounting.memory() / 2**30:.1f}; use a smaller preset or fewer variants"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    results = report.header(settings, corpus, command)
     results["variants"] = {name: {"losses": [], "step_seconds": []} for name in settings.variants}
     try:
-        _train(trainers, settings, corpus, results["variants"], console)
-    except (DivergedError, KeyboardInterrupt) as error:
+        _train(trainers, settings, corpus, results["variants"], console, lambda: folder.save(results))
+        folder.save(results)
+        with console.status("reading the compiled programs"):
+            _account(trainers, settings, results, shape)
+    except BaseException as error:
         if isinstance(error, DivergedError):
             results["diverged"] = {"variant": error.variant, "step": error.step, "loss": str(error.loss)}
-        report.write(results, out)
+        folder.save(results, picture=True)
         raise
-    with console.status("reading the compiled programs"):
-        _account(trainers, settings, results, shape)
-    report.write(results, out)
+    folder.save(results, picture=True)
     console.print(report.table(results))
     for line in [*report.notes(results), f"Written: {out / report.JSON_NAME}, {out / report.PNG_NAME}"]:
         console.print(line, highlight=False)
@@ -76,9 +79,14 @@ def run(
 
 
 def _train(
-    trainers: dict[str, Trainer], settings: StudyConfig, corpus: text.Corpus, results: dict[str, Any], console: Console
+    trainers: dict[str, Trainer],
+    settings: StudyConfig,
+    corpus: text.Corpus,
+    results: dict[str, Any],
+    console: Console,
+    save: Callable[[], None],
 ) -> None:
-    """Trains all variants in turn and fills `results` step by step."""
+    """Trains all variants in turn, fills `results` step by step, and saves them each tenth of the way."""
     windows = text.Windows(corpus.train, settings.seq)
     columns = (
         *Progress.get_default_columns()[:3],
@@ -105,8 +113,10 @@ def _train(
                 results[name]["step_seconds"].append(round(step.seconds, 5))
             losses = "  ".join(f"{name} {results[name]['losses'][-1]:.3f}" for name in runs)
             progress.update(task, advance=1, loss=f"loss: {losses}")
-            if not console.is_terminal and number % max(1, settings.steps // 10) == 0:  # a log has no bar
-                console.print(f"step {number} of {settings.steps}, loss: {losses}", highlight=False)
+            if number % max(1, settings.steps // 10) == 0:
+                save()
+                if not console.is_terminal:  # a log has no bar
+                    console.print(f"step {number} of {settings.steps}, loss: {losses}", highlight=False)
         progress.update(task, description="validating")
         held_out = text.Windows(corpus.validation, settings.seq).batches(settings.batch, settings.seed)
         validation = list(itertools.islice(held_out, settings.validation_batches))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coat_jax.results import compact
+from coat_jax.results import check_new, load, write_json
 from coat_jax.studies import report
 from coat_jax.studies.variants import StudyConfig, build
 from coat_jax.train import data
@@ -33,7 +33,9 @@ def run(settings: StudyConfig, seeds: int, *, out: Path | None = None) -> dict[s
       What the file holds.
     """
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        check_new("out", out)
+        if out.exists():
+            load("out", out, {"curves": dict})
     corpus = data.load((), seed=0, least_bytes=settings.batch * settings.seq + 1)
     windows = data.Windows(corpus.train, settings.seq)
     shape = np.zeros((settings.batch, settings.seq + 1), np.int32)
@@ -53,7 +55,8 @@ def run(settings: StudyConfig, seeds: int, *, out: Path | None = None) -> dict[s
         "seed_noise": statistics.stdev(first),
     }
     if out is not None:
-        out.write_text(compact(results))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, results)
     return results
 
 

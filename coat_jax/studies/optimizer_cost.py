@@ -3,12 +3,10 @@
 python -m coat_jax.studies.optimizer_cost [FILE]      50 million parameters, about a minute; writes JSON where a FILE is named
 """
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax.optim import coat_adamw, codecs
-from coat_jax.results import provenance
+from coat_jax.results import load, provenance, write_json
 
 SHAPE, LEAVES = (2048, 4096), 6
 
@@ -57,11 +55,13 @@ def run(repeats: int = 5) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the ratios, and writes them where a file is named."""
+    if argv:
+        load("file", argv[0], {"seconds_per_step": dict})
     results = provenance("python -m coat_jax.studies.optimizer_cost") | run()
     for name, value in results["seconds_per_step"].items():
         print(f"{name:14s} {value:7.3f} s a step, {results['ratio_to_optax_adamw'][name]:.2f} times optax.adamw")
     if argv:
-        Path(argv[0]).write_text(json.dumps(results, indent=1) + "\n")
+        write_json(argv[0], results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a comparison leaves behind: a table, a JSON file and a picture of the loss curves."""
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import matplotlib.ticker
 import numpy as np
 from rich.table import Table
 
-from coat_jax.results import compact, provenance
+from coat_jax.results import check_folder, check_same, load, provenance, write, write_json
 from coat_jax.studies.variants import StudyConfig
 from coat_jax.train.data import Corpus
 
 JSON_NAME, PNG_NAME = "compare.json", "compare.png"
+PATTERN = {"settings": dict, "corpus": dict, "variants": {str: {"losses": [float]}}}
+"""What a `compare.json` is like."""
 
 
 def header(settings: StudyConfig, corpus: Corpus, command: str) -> dict[str, Any]:
@@ -29,11 +32,61 @@ def header(settings: StudyConfig, corpus: Corpus, command: str) -> dict[str, Any
     }
 
 
-def write(results: dict[str, Any], out: Path) -> None:
-    """Writes `compare.json` and `compare.png` into the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / JSON_NAME).write_text(compact(results))
-    plot(results).savefig(out / PNG_NAME, dpi=150)
+def amount(results: dict[str, Any] | None) -> int:
+    """How much a comparison holds: its losses, and one more each for validation and for what was read of programs."""
+    if results is None:
+        return 0
+    variants = results["variants"].values()
+    validated = bool(variants) and all("validation_loss" in variant for variant in variants)
+    return sum(len(variant["losses"]) for variant in variants) + validated + ("plain_flax_kept_bytes" in results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """Where a comparison is written, again and again while it grows.
+
+    A run that is repeated makes the numbers that it made before, so a file of the same settings stands until the new run has
+    as much as it holds, and nothing is lost by an interrupt.
+
+    Attributes:
+      out: the folder.
+      held: the `amount` of the comparison that was there before.
+    """
+
+    out: Path
+    held: int
+
+    @classmethod
+    def of(cls, out: Path, results: dict[str, Any]) -> "Folder":
+        """The folder for a comparison that begins.
+
+        Args:
+          out: a folder, made when it is first written to.
+          results: the `header`.
+
+        Raises:
+          ValueError: no folder that can be written, or one with a comparison of other settings or text, or with a file of its
+            name that is none.
+        """
+        check_folder("out", out)
+        before = load("out", out / JSON_NAME, PATTERN) if out.exists() else None
+        if before is not None:
+            check_same("out", out / JSON_NAME, before, results, ("settings", "corpus"))
+        return cls(out, amount(before))
+
+    def save(self, results: dict[str, Any], *, picture: bool = False) -> None:
+        """Writes `compare.json`, and `compare.png` where it is asked for, unless less is known than what stands there.
+
+        Raises:
+          OSError: they cannot be written.
+        """
+        if amount(results) >= max(1, self.held):
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_json(self.out / JSON_NAME, results)
+            if picture:
+                drawn = io.BytesIO()
+                plot(results).savefig(drawn, format="png", dpi=150)
+                write(self.out / PNG_NAME, drawn.getvalue())
 
 
 def rows(results: dict[str, Any]) -> list[tuple[str, list[str]]]:

@@ -1,6 +1,7 @@
 """The variants of a comparison: one model shape and one schedule, trained with different recipes and optimizers."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import optax
@@ -26,6 +27,26 @@ FUSED = "+fused"
 """Behind the name of a variant: each layer is updated inside the backward pass."""
 
 
+RANGES = {
+    "steps": (1, 10**9),  # optimizers count in int32
+    "batch": (1, 10**6),
+    "seq": (2, 10**6),
+    "seed": (0, 2**32 - 1),  # of JAX's keys
+    "validation_batches": (1, 10**6),
+}
+"""The least and the largest number that the fields of a `StudyConfig` take."""
+
+
+def check_count(name: str, value: int, least: int, most: int) -> None:
+    """Refuses a number beyond its range.
+
+    Raises:
+      ValueError: the number is smaller than `least` or larger than `most`.
+    """
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value}; use {f'{least} or more' if value < least else f'{most} at most'}")
+
+
 @dataclasses.dataclass(frozen=True)
 class StudyConfig:
     """What a comparison trains. Parameters are f32, products bf16 or FP8; moments f32 with BF16, FP8 with the others.
@@ -42,7 +63,7 @@ class StudyConfig:
       validation_batches: batches of validation text in the final loss.
 
     Raises:
-      ValueError: a count below 1, a learning rate of 0 or less, an unknown variant or preset.
+      ValueError: a count out of its range, a learning rate that is no positive number, an unknown variant or preset.
     """
 
     preset: str = "tiny"
@@ -55,10 +76,9 @@ class StudyConfig:
     validation_batches: int = 32
 
     def __post_init__(self):
-        for name, least in (("steps", 1), ("batch", 1), ("seq", 2), ("seed", 0), ("validation_batches", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"compare: {name}={getattr(self, name)}; use {least} or more")
-        if not self.learning_rate > 0:
+        for name, (least, most) in RANGES.items():
+            check_count(name, getattr(self, name), least, most)
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"compare: learning_rate={self.learning_rate}; use a positive one, as 4e-3")
         if not self.variants or len(set(self.variants)) < len(self.variants):
             raise ValueError(f"compare: variants={','.join(self.variants)!r}; name each variant once, as in bf16,coat")

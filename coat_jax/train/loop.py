@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from coat_jax.fused_step.step import TrainingStep
+from coat_jax.train.step import OrdinaryStep
 
 
 class State(NamedTuple):
@@ -119,9 +120,8 @@ class Trainer:
         if self.variant.fused is not None:
             params, opt_state, metrics = self.variant.fused(*state, batch)
             return State(params, opt_state), metrics.loss
-        loss, grads = jax.value_and_grad(self.variant.loss)(state.params, batch)
-        updates, opt_state = self.variant.optimizer.update(grads, state.opt_state, state.params)
-        return State(optax.apply_updates(state.params, updates), opt_state), loss
+        params, opt_state, loss = OrdinaryStep(self.variant.loss, self.variant.optimizer)(*state, batch)
+        return State(params, opt_state), loss
 
     @functools.cached_property
     def compiled(self) -> Any:

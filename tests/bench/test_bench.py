@@ -182,14 +182,17 @@ BAD = {
     "a picture of no known kind": (lambda d: command.PlanOutput(plot=d / "x.nonesuch"), "ends in one of .png"),
     "a table that is no JSON": (
         lambda d: paper.run(d / "kept.json", output=command.PlanOutput(), typed=""),
-        "holds no rows to continue",
+        "holds something else",
     ),
     "no kernel of that name": (
-        lambda d: run.run("AdamX", run.BenchOutput(str(d / "kept.json"))),
+        lambda d: run.run("AdamX", run.BenchOutput(str(d / "new.json"))),
         "use part of one of quantize",
     ),
     "no time": (lambda d: run.run(budget=float("nan")), "give the seconds"),
-    "rows of another day": (lambda d: run.run("AdamW", run.BenchOutput(str(d / "kept.json"))), "leave it out"),
+    "rows of another day": (lambda d: run.run("AdamW", run.BenchOutput(str(d / "new.json"))), "leave it out"),
+    "a file of something else": (lambda d: run.BenchOutput(str(d / "kept.json")), "holds something else"),
+    "rows that would be lost": (lambda d: run.run("AdamW", run.BenchOutput(str(d / "rows.json"))), "1 rows that would be lost"),
+    "a description over something else": (lambda d: run.BenchOutput(calibrate=str(d / "kept.json")), "cannot be read"),
 }
 
 
@@ -197,9 +200,12 @@ BAD = {
 def test_what_cannot_be_done_is_refused_before_the_work_and_nothing_is_overwritten(call, advice, tmp_path, monkeypatch):
     monkeypatch.setattr(topology, "missing", lambda: "no plug-in")
     (tmp_path / "kept.json").write_text("mine")
+    measured = {"command": "", "date": "", "versions": {}, "seed": 1, "rows": [{"name": "AdamW, coat, master None"}]}
+    (tmp_path / "rows.json").write_text(json.dumps(measured))
     with pytest.raises(ValueError, match=advice) as error:
         call(tmp_path)
     assert "\n" not in str(error.value) and (tmp_path / "kept.json").read_text() == "mine"
+    assert json.loads((tmp_path / "rows.json").read_text()) == measured and not (tmp_path / "new.json").exists()
 
 
 BARE = """

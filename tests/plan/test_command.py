@@ -1,7 +1,10 @@
 """The planner from the outside: settings, searches, tables, files, and what it says about bad input."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +78,50 @@ def test_a_setting_that_does_not_compile_is_a_row_and_the_others_are_still_shown
     )
     assert "XlaRuntimeError: no" in capsys.readouterr().out
     assert (tmp_path / "rows.png").stat().st_size > 10_000
+
+
+def test_rows_that_a_plan_would_not_have_are_not_replaced(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(row, "plan", line)
+    path = tmp_path / "rows.json"
+    table = ["plan", "tiny", "--compare", "--json", str(path)]
+    assert cli.main(table) == 0
+    written = path.read_text()
+    assert cli.main(["plan", "tiny", "--json", str(path)]) == 2
+    assert "rows that this plan would not have" in capsys.readouterr().err and path.read_text() == written
+    assert cli.main([*table, "--fit"]) == 0  # the same rows and more of each
+    fitted = path.read_text()
+    assert cli.main(table) == 2 and path.read_text() == fitted
+
+
+def test_a_picture_replaces_a_picture_and_nothing_else(monkeypatch, tmp_path):
+    monkeypatch.setattr(row, "plan", line)
+    for kind in command.PICTURES:
+        path = tmp_path / f"rows{kind}"
+        call = ["plan", "tiny", "--plot", str(path)]
+        assert cli.main(call) == 0 and cli.main(call) == 0
+        path.write_bytes(b"a photo")
+        assert cli.main(call) == 2 and path.read_bytes() == b"a photo"
+
+
+def test_an_interrupt_that_the_compiler_takes_for_an_error_ends_the_plan(monkeypatch):
+    planned = []
+
+    def plan(setting):
+        planned.append(setting)
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        return PlanRow(setting, error="XlaRuntimeError: KeyboardInterrupt")
+
+    monkeypatch.setattr(row, "plan", plan)
+    assert cli.main(["plan", "tiny", "--compare"]) == 130 and len(planned) == 1
+
+
+def test_a_description_is_read_once_for_a_row(monkeypatch):
+    real, read = devices.named, []
+    monkeypatch.setattr(devices, "named", lambda name: read.append(name) or real(name))
+    planned = line(PlanConfig("tiny"))
+    assert planned.fits() and planned.to_json()["device"] == "h100" and planned.memory_bytes == real("h100").memory_bytes
+    assert read == ["h100"]
 
 
 def test_json_on_standard_output_is_alone_there(monkeypatch, capsys):
@@ -156,7 +203,8 @@ def test_a_step_compiled_by_hand_has_the_same_bytes_and_its_row_says_so():
 
 
 def test_named_recipes_are_those_that_the_planner_offers():
-    assert all(PlanConfig("tiny", recipe=name) for name in (*recipes.NAMES, "plain"))
+    labels = {PlanConfig("tiny", recipe=name).label for name in (*recipes.NAMES, "plain")}
+    assert len(labels) == len(recipes.NAMES) + 1
 
 
 @pytest.mark.plan

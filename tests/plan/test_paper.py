@@ -45,5 +45,5 @@ def test_a_file_that_is_something_else_is_not_overwritten(tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text("[1, 2]")
     assert cli.main(["plan", "--table", "paper", "--json", str(path)]) == 2
-    assert "holds no rows to continue" in capsys.readouterr().err and path.read_text() == "[1, 2]"
+    assert "holds something else than results of this command" in capsys.readouterr().err and path.read_text() == "[1, 2]"
     assert cli.main(["plan", "--table", "paper"]) == 2

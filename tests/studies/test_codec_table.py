@@ -54,9 +54,39 @@ def test_what_the_committed_table_says():
         assert np.all(np.array(column(rows["log_relative"])) <= 1.15 * best)
 
 
+def test_more_seeds_add_to_a_file_and_other_settings_leave_it_alone(tmp_path, monkeypatch):
+    """The committed file as one of this machine: nothing is left to measure but the seeds that are new."""
+    path = tmp_path / "codecs.json"
+    held = json.loads(RESULTS.read_text())
+    settings = StudyConfig(**{name: value for name, value in held["settings"].items() if name not in ("arms", "variants")})
+    header = codec_table.report.header(settings, text.load(seed=0, least_bytes=1000), "typed")
+    path.write_text(json.dumps(held | header))
+    trained = []
+
+    def run(study, trainer, seed, *, perturbed, advance):
+        trained.append(seed)
+        return {"validation_loss": 2.0, "training_loss": 2.0, "seconds": 1.0}, None
+
+    monkeypatch.setattr(codec_table.Study, "run", run)
+    quiet = codec_table.Console(quiet=True)
+    kept = {name: list(row["runs"]) for name, row in held["codecs"].items()}
+    arguments = {"groups": held["groups"], "last": held["last"], "out": tmp_path, "console": quiet}
+    found = codec_table.run(settings, seeds=held["seeds"] + 1, **arguments)
+    assert trained == [held["seeds"]] * len(kept)
+    assert {name: row["runs"][:-1] for name, row in found["codecs"].items()} == kept
+    found = codec_table.run(settings, seeds=2, **arguments)  # fewer take none away
+    assert found["seeds"] == held["seeds"] + 1 and len(trained) == len(kept)
+    before = path.read_text()
+    with pytest.raises(ValueError, match=r"\(groups: 16 there, 8 now\)"):
+        codec_table.run(settings, **arguments | {"groups": 8})
+    assert path.read_text() == before
+
+
 def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="seeds=1; use 2 or more"):
         codec_table.run(StudyConfig(), seeds=1, out=tmp_path)
+    with pytest.raises(ValueError, match="groups=0; use 1 or more"):
+        codec_table.run(StudyConfig(), groups=0, out=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file; name a folder"):
         codec_table.run(StudyConfig(), out=tmp_path / "file")

@@ -117,6 +117,61 @@ def test_nan_stops_the_run_and_writes_what_was_measured(diverging, tmp_path):
     assert (tmp_path / report.PNG_NAME).exists()
 
 
+@pytest.fixture
+def easy(monkeypatch):
+    """Variants whose loss is a weight that falls by a hundredth each step, and whose programs nobody reads."""
+
+    def build(settings, name):
+        return Variant(name, lambda key: jnp.full((), 10.0), lambda w, batch: w, optax.sgd(0.01))
+
+    def account(trainers, settings, results, shape):
+        results["plain_flax_kept_bytes"] = 1.0
+
+    monkeypatch.setattr(compare, "build", build)
+    monkeypatch.setattr(compare, "_account", account)
+    for name in ("table", "notes"):
+        monkeypatch.setattr(report, name, lambda _: "")
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_a_comparison_stands_until_a_new_one_holds_as_much(easy, tmp_path, monkeypatch):
+    command = ["compare", "--batch", "2", "--seq", "16", "--out", str(tmp_path)]
+    assert main([*command, "--steps", "6"]) == 0
+    written = (tmp_path / report.JSON_NAME).read_text()
+    for place in ("_train", "_account"):
+        with monkeypatch.context() as patched:
+            patched.setattr(compare, place, interrupt)
+            assert main([*command, "--steps", "6"]) == 130
+        assert (tmp_path / report.JSON_NAME).read_text() == written
+    assert main([*command, "--steps", "7"]) == 2
+    assert (tmp_path / report.JSON_NAME).read_text() == written
+    assert main([*command, "--steps", "6"]) == 0
+    held = json.loads((tmp_path / report.JSON_NAME).read_text())
+    assert held["variants"]["coat"]["losses"] == json.loads(written)["variants"]["coat"]["losses"] and "date" in held
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("no such program")])
+def test_losses_are_written_before_programs_are_read(easy, tmp_path, monkeypatch, error):
+    def fails(*_):
+        assert json.loads((tmp_path / report.JSON_NAME).read_text())["variants"]["coat"]["validation_loss"] == 10.0 - 4 * 0.01
+        raise error
+
+    monkeypatch.setattr(compare, "_account", fails)
+    with pytest.raises(type(error) if isinstance(error, Exception) else error):
+        compare.run(compare.StudyConfig(**SHORT), out=tmp_path, console=Console(quiet=True))
+    assert len(json.loads((tmp_path / report.JSON_NAME).read_text())["variants"]["bf16"]["losses"]) == 4
+
+
+def test_what_is_measured_is_written_where_standard_output_takes_nothing(easy, tmp_path, capsys):
+    with open("/dev/full", "w", encoding="utf-8") as full, pytest.raises(OSError, match="No space"):
+        compare.run(compare.StudyConfig(**SHORT), out=tmp_path, console=Console(file=full))
+    losses = json.loads((tmp_path / report.JSON_NAME).read_text())["variants"]["bf16"]["losses"]
+    assert 0 < len(losses) <= 4
+
+
 def test_interrupt_writes_what_was_measured(diverging, tmp_path, monkeypatch):
     def batches(self, batch, seed):
         yield from [np.zeros((8, 129), np.int32)] * 2
