@@ -319,20 +319,23 @@ def test_an_interrupt_is_status_130_and_no_traceback(tmp_path):
     data.mkdir()
     for name in ("a", "b"):
         (data / name).write_text(f"{name}: the quick brown fox jumps over the lazy dog\n" * 100)
-    done = user_program.run(program.format(wait=9, data=str(data)), tmp_path)
+    done = user_program.run(program.format(wait=4, data=str(data)), tmp_path)
     assert done.returncode == 130 and "Traceback" not in done.stderr
 
 
-def test_without_the_extra_one_line_says_what_to_install(here, capsys, monkeypatch, tmp_path):
-    line = "coat-jax: this command needs {0}; install it with: pip install '.[demo]' or 'coat-jax[demo]'\n"
-    for module in ("coat_jax.train.data", "coat_jax.studies.compare"):
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "grain", None)
-    assert main(["compare"]) == 2
-    assert capsys.readouterr().err == line.format("grain")
-    program = "import sys; sys.modules['typer'] = None; from coat_jax import cli; sys.exit(cli.main(['--help']))"
+def test_without_the_extra_one_line_says_what_to_install(tmp_path):
+    program = """
+import sys
+from coat_jax import cli
+sys.modules["typer"] = None
+first = cli.main(["--help"])
+del sys.modules["typer"]
+sys.modules["grain"] = None
+sys.exit([first, cli.main(["compare", "--steps", "1"])] != [2, 2])
+"""
     done = user_program.run(program, tmp_path)
-    assert done.returncode == 2 and done.stderr == line.format("typer")
+    line = "coat-jax: this command needs {}; install it with: pip install '.[demo]' or 'coat-jax[demo]'\n"
+    assert done.returncode == 0 and done.stderr == line.format("typer") + line.format("grain")
 
 
 def test_status_reaches_the_shell(here):

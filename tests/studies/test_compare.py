@@ -1,5 +1,6 @@
 """`coat-jax compare`: a short run end to end, what it writes, and what it says when something is wrong."""
 
+import contextlib
 import io
 import json
 
@@ -156,7 +157,8 @@ def test_a_comparison_stands_until_a_new_one_holds_as_much(easy, tmp_path, monke
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("no such program")])
 def test_losses_are_written_before_programs_are_read(easy, tmp_path, monkeypatch, error):
     def fails(*_):
-        assert json.loads((tmp_path / report.JSON_NAME).read_text())["variants"]["coat"]["validation_loss"] == 10.0 - 4 * 0.01
+        written = json.loads((tmp_path / report.JSON_NAME).read_text())["variants"]["coat"]
+        assert written["validation_loss"] == pytest.approx(10.0 - 4 * 0.01, rel=1e-6)
         raise error
 
     monkeypatch.setattr(compare, "_account", fails)
@@ -165,9 +167,12 @@ def test_losses_are_written_before_programs_are_read(easy, tmp_path, monkeypatch
     assert len(json.loads((tmp_path / report.JSON_NAME).read_text())["variants"]["bf16"]["losses"]) == 4
 
 
-def test_what_is_measured_is_written_where_standard_output_takes_nothing(easy, tmp_path, capsys):
-    with open("/dev/full", "w", encoding="utf-8") as full, pytest.raises(OSError, match="No space"):
+def test_what_is_measured_is_written_where_standard_output_takes_nothing(easy, tmp_path):
+    full = open("/dev/full", "w", encoding="utf-8", buffering=1)  # noqa: SIM115  (closing it fails as well)
+    with pytest.raises(OSError, match="No space"):
         compare.run(compare.StudyConfig(**SHORT), out=tmp_path, console=Console(file=full))
+    with contextlib.suppress(OSError):
+        full.close()
     losses = json.loads((tmp_path / report.JSON_NAME).read_text())["variants"]["bf16"]["losses"]
     assert 0 < len(losses) <= 4
 
