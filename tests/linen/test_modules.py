@@ -148,7 +148,7 @@ def test_masks_of_flax_helpers_are_taken():
     """They are float32 unless told otherwise, 0 where a key is hidden."""
     x, mask = jax.random.normal(jax.random.key(0), (2, 8, 16)), nn.make_causal_mask(jnp.ones((2, 8), jnp.int32))
     assert mask.dtype == jnp.float32
-    ours, flax = FP8MultiHeadAttention(num_heads=4), nn.MultiHeadDotProductAttention(num_heads=4)
+    ours, flax = linen.FP8MultiHeadAttention(num_heads=4), nn.MultiHeadDotProductAttention(num_heads=4)
     params = flax.init(jax.random.key(1), x, mask=mask)
     want = flax.apply(params, x, mask=mask)
     got = ours.apply(params, x, mask=mask)
