@@ -1,9 +1,10 @@
 """Bad input to the library: one line that names the argument, the value and what would do."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from coat_jax import E4M3, FP8Dense, PerBlock, PerGroup, QuantSpec, codecs, quantize, recipes
+from coat_jax import E4M3, FP8Dense, PerBlock, PerGroup, QuantSpec, codecs, ops, quantize, recipes
 from coat_jax.models import llama
 
 CASES = {
@@ -53,3 +54,27 @@ def test_message_is_one_line_that_names_and_advises(call, kind, names, advice):
         call()
     message = str(error.value)
     assert "\n" not in message and names in message and advice in message
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "silu", "gelu", "swiglu", "multiply", "linear", "attention_linear"])
+def test_kernels_that_cannot_run_are_refused_in_a_forward_pass_too(name):
+    """On a CPU, jitted or not, with or without gradients: nobody gets plain XLA who asked for kernels."""
+    recipe = recipes.blocks().replace(implementation="pallas")
+    x, w, heads = (
+        jnp.ones((128, 1024), jnp.bfloat16),
+        jnp.ones((1024, 128), jnp.bfloat16),
+        jnp.ones((1, 128, 8, 128), jnp.bfloat16),
+    )
+    call = {
+        "rms_norm": lambda x: ops.rms_norm(x, None, recipe),
+        "layer_norm": lambda x: ops.layer_norm(x, None, None, recipe),
+        "silu": lambda x: ops.silu(x, recipe),
+        "gelu": lambda x: ops.gelu(x, recipe),
+        "swiglu": lambda x: ops.swiglu(x, x, recipe),
+        "multiply": lambda x: ops.multiply(x, x, recipe),
+        "linear": lambda x: ops.linear([x], [w], recipe)[0],
+        "attention_linear": lambda x: ops.attention_linear(heads, heads, heads, [jnp.ones((1024, 64))], recipe)[0],
+    }[name]
+    for run in (call, jax.jit(call), jax.grad(lambda x: call(x).astype(jnp.float32).sum())):
+        with pytest.raises(ValueError, match="implementation='pallas' runs in programs for one Hopper GPU"):
+            run(x)
