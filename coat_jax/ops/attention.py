@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from coat_jax.ops.linear import LinearWeight, Prologue, linear
+from coat_jax.ops.linear import LinearWeight, Prologue, linear, refuse_single
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import STASH, stashed
 
@@ -31,6 +31,10 @@ def has_cudnn(fn: Attend, *args: Any) -> bool:
 
 def split_vjp(fn: Attend, args: tuple[jax.Array, ...]) -> tuple[jax.Array, list[jax.Array], Callable[..., Any]]:
     """fn(*args), what its backward pass needs beyond args and the result, and a function of all these giving the vjp."""
+    # jax.vjp's pullback is a tree whose leaves are the residuals, and a residual that is an argument or the result is that very
+    # array. Of cuDNN's attention the leaves are (q, k, v, log_sums, o): known = (q, k, v, o) gives source = [0, 1, 2, None, 3],
+    # so log_sums alone crosses as `extra`, and rebuild puts the four others back from their numbers. An equal array that is
+    # not the same object would count as extra: kept twice, never wrong.
     out, pull = jax.vjp(fn, *args)
     leaves, tree = jax.tree.flatten(pull)
     known = (*args, out)
@@ -152,7 +156,12 @@ def attention_linear(
 
     Returns:
       For each kernel (batch, tokens, *features), in q's dtype.
+
+    Raises:
+      TypeError: an array in place of the list of kernels.
+      ValueError: as `attention` and `linear` do.
     """
+    refuse_single("attention_linear", kernels=kernels)
     if recipe.attention is None:
         return linear([attention(q, k, v, causal=causal, mask=mask)], kernels, recipe, axes=2, shared=True)
 

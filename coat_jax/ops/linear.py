@@ -168,6 +168,15 @@ def contract(h: jax.Array, kernels: Sequence[LinearWeight], recipe: Recipe, *, a
     return ys
 
 
+def refuse_single(operation: str, **lists: Any) -> None:
+    """Raises TypeError for an array where a list of arrays is wanted: unpacked or indexed, it would lose its first axis."""
+    for name, given in lists.items():
+        if not isinstance(given, (list, tuple)):
+            shape = getattr(given, "shape", None)
+            what = type(given).__name__ if shape is None else f"an array of shape {shape}"
+            raise TypeError(f"{operation}: {name} is {what}; use a list, {name}=[...] even for one array")
+
+
 class Prologue(NamedTuple):
     """The norm, activation or attention before a product, computed inside the op that consumes it.
 
@@ -210,7 +219,9 @@ def linear(
       For each kernel (*leading, *features), in h's dtype.
 
     Raises:
-      ValueError: shapes that do not contract; gradients of FP8 products on a mesh with `AxisType.Explicit`.
+      TypeError: an array in place of a list.
+      ValueError: shapes that do not contract; no prologue, and not one input; gradients of FP8 products on a mesh with
+        `AxisType.Explicit`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -221,10 +232,13 @@ def linear(
 
     Source: arXiv 2410.19313, section 5.
     """
+    refuse_single("linear", inputs=inputs, kernels=kernels)
     kernels = list(kernels)
     multiply = functools.partial(contract, recipe=recipe, axes=axes, shared=shared)
     if prologue is None:
-        (h,) = inputs
+        if len(inputs) != 1:
+            raise ValueError(f"linear: {len(inputs)} inputs without a prologue; use one, or a prologue that makes one of them")
+        [h] = inputs
         return multiply(h, kernels)
     fn, spec, params = prologue
     if spec is None and not recipe.products_quantized:
