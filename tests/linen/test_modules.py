@@ -154,3 +154,23 @@ def test_masks_of_flax_helpers_are_taken():
     got = ours.apply(params, x, mask=mask)
     assert bool((got == ours.apply(params, x, mask=mask.astype(bool))).all())
     assert jnp.linalg.norm(got - want) <= 0.1 * jnp.linalg.norm(want)
+
+
+class MLP(nn.Module):
+    """Two layers without names, as people write them, or with the names that Flax gives those of `nn.Dense`."""
+
+    dense: type
+    named: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        first, second = ({"name": f"Dense_{i}"} if self.named else {} for i in range(2))
+        return self.dense(8, **second)(nn.silu(self.dense(16, **first)(x)))
+
+
+def test_a_checkpoint_of_layers_without_names_loads_where_the_names_are_given():
+    x, key = jnp.ones((2, 8)), jax.random.key(0)
+    plain = MLP(nn.Dense).init(key, x)
+    assert sorted(MLP(linen.FP8Dense).init(key, x)["params"]) == ["FP8Dense_0", "FP8Dense_1"]  # Flax's name for the class
+    named = MLP(linen.FP8Dense, named=True).init(key, x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), plain, named))
