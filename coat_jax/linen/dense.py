@@ -16,9 +16,9 @@ class FP8Dense(WithRecipe, nn.Dense):
     What is kept for the backward pass is one byte per input element. Under a recipe that quantizes no product this is
     `flax.linen.Dense` itself.
 
-    In a compact method Flax calls a module without a name by its class: `FP8Dense_0` where `nn.Dense` was `Dense_0`, and the name
-    decides where parameters lie and how they are drawn. To keep a checkpoint or the initial values, give the name:
-    `FP8Dense(4, name="Dense_0")`. So for every module here; modules assigned in `setup` are called by their attributes anyway.
+    In a compact method Flax calls a module without a name by its class: `FP8Dense_0` where `nn.Dense` was `Dense_0`, and the
+    name decides where parameters lie and how they are drawn. To keep a checkpoint or the initial values, give the name:
+    `FP8Dense(4, name="Dense_0")`. So for every module here; those assigned in `setup` are called by their attributes anyway.
 
     Attributes:
       recipe: what input, kernel and gradient are quantized to.

@@ -165,7 +165,8 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         first, second = ({"name": f"Dense_{i}"} if self.named else {} for i in range(2))
-        return self.dense(8, **second)(nn.silu(self.dense(16, **first)(x)))
+        h = nn.silu(self.dense(16, **first)(x))
+        return self.dense(8, **second)(h)
 
 
 def test_a_checkpoint_of_layers_without_names_loads_where_the_names_are_given():
