@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json as json_text
+import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,9 @@ from coat_jax.bench import compiled as static
 from coat_jax.bench.kernels import LLAMA_7B, KernelSpec, matching
 from coat_jax.bench.row import BenchRow, Clock, shown
 from coat_jax.bench.subjects import BenchConfig
+from coat_jax.bench.worker import Worker
 from coat_jax.compiled import devices, topology
+from coat_jax.compiled.devices import Device
 from coat_jax.interrupts import heeded
 from coat_jax.results import STANDARD_OUTPUT, check_file, load, provenance, write_json
 
@@ -76,6 +79,15 @@ class BenchOutput:
             raise ValueError(f"json={self.json!r} holds {len(lost)} rows that would be lost; give another file")
 
 
+Call = Callable[..., Any]
+"""(function, *args) -> function(*args), wherever."""
+
+
+def here(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), in this process."""
+    return function(*args)
+
+
 def hopper() -> jax.Device | None:
     """The Hopper GPU of this machine, if it has one and JAX uses it."""
     device = jax.devices()[0]
@@ -100,11 +112,14 @@ def run(only: str = "", output: BenchOutput | None = None, budget: float = BUDGE
     if not budget > 0:
         raise ValueError(f"bench: budget={budget} s; give the seconds after which no row is begun")
     names = [case.name for case in matching(only)]
+    # This process only looks for the GPU; another one, which measures, takes the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = hopper()
     output.check_rows(names, measured=device is not None)
     if device is not None:
         setting = BenchConfig(LLAMA_7B, "pallas", secrets.randbits(31))
-        return measured(device, setting, only=only, output=output, budget=budget)
+        with Worker() as worker:
+            return measured(device, setting, only=only, output=output, budget=budget, call=worker.call)
     found = jax.devices()[0].device_kind
     if output.calibrate:
         raise ValueError(f"bench: --calibrate measures a Hopper GPU, and JAX found {found} here; nothing was written")
@@ -134,44 +149,74 @@ def measured(
     output: BenchOutput,
     budget: float = BUDGET,
     chosen: tuple[KernelSpec, ...] | None = None,
+    call: Call = here,
 ) -> list[BenchRow]:
-    """All rows on a device: ceilings, layer and step, then kernels. One that fails says so and the others still run.
+    """All rows on a device: ceilings, optimizer, products, layer, then the other kernels. One that fails says so and the others
+    still run; the file holds all rows that are finished, whatever ends this process.
 
     Args:
       device: where everything runs.
       setting: sizes, implementation of the kernels and seed.
       only, output, budget: as in `run`.
       chosen: the kernels; None is all of them.
+      call: calls a function with arguments; `Worker.call` does it in a process of its own.
 
     Raises:
       ArithmeticError: after all rows are written, if a kernel's results are wrong.
     """
     clock = Clock(budget, output.say)
-    kernels = matching(only, setting.sizes) if chosen is None else chosen
+    rows: list[BenchRow] = []
     with jax.default_device(device), heeded() as check:
         base = calibrate.described(device.device_kind)
-        most, rows = ceilings.measure(setting.sizes, base, **setting.timing)
-        here = calibrate.calibrated(base, device.device_kind, most)
+        try:
+            most, rows = call(_ceilings, setting, base)
+        except Exception as error:  # without ceilings there are still seconds
+            most, rows = ceilings.Ceilings(None, None, None), [BenchRow.failed("ceiling", error)]
+        check()
+        described = calibrate.calibrated(base, device.device_kind, most)
         if output.calibrate:
-            calibrate.write(output.calibrate, here)
-        work: list[tuple[str, Callable[[], list[BenchRow]]]] = []
-        if not only:
-            work.append(("layer, forward and backward", lambda: subjects.layer_rows(setting, here)))
-            work.append(("step of a layer", lambda: subjects.step_rows(setting, here)))
-        work += [(case.name, functools.partial(subjects.kernel_rows, case, setting, most)) for case in kernels]
-        for name, make in work:
-            rows += clock.rows(name, make)
+            calibrate.write(output.calibrate, described)
+        for name, function, *args in _work(setting, described, most, only, chosen):
+            rows += clock.rows(name, functools.partial(call, function, *args))
             check()  # an error is a row, an interrupt is none
             if output.json != STANDARD_OUTPUT:
                 _write(rows, device, setting, clock, output)
     if output.json == STANDARD_OUTPUT:
         _write(rows, device, setting, clock, output)
     output.say(f"\n{device.device_kind}, {clock.elapsed:.0f} s, medians of {setting.repeats}:\n\n{shown(rows)}")
-    for name, error in calibrate.errors(rows).items():
-        output.say(f"step-time model, {name}: {error:+.0%} of what was measured")
+    for name, off in calibrate.errors(rows).items():
+        output.say(f"step-time model, {name}: {off:+.0%} of what was measured")
     if wrong := [row.name for row in rows if row.check.startswith("WRONG")]:
         raise ArithmeticError(f"bench: results are wrong of {', '.join(wrong)}")
     return rows
+
+
+def _work(
+    setting: BenchConfig, device: Device, most: ceilings.Ceilings, only: str, chosen: tuple[KernelSpec, ...] | None
+) -> list[tuple[Any, ...]]:
+    """Name of the row, function and arguments, what matters most first: the optimizer, products, the layer, other kernels."""
+    kernels = matching(only, setting.sizes) if chosen is None else chosen
+    # A kernel's name travels to another process, its functions do not.
+    of_kernels = [
+        (1 if case.name.startswith("AdamW") else 2 if case.flops else 4, case.name, *made)
+        for case in kernels
+        for made in [(kernel_rows, case.name, setting, most) if chosen is None else (subjects.kernel_rows, case, setting, most)]
+    ]
+    others = [
+        (0, "step of a layer", subjects.step_rows, setting, device),
+        (3, "layer, forward and backward", subjects.layer_rows, setting, device),
+    ]
+    return [tuple(rest) for _, *rest in sorted([*of_kernels, *([] if only else others)], key=lambda row: row[0])]
+
+
+def kernel_rows(name: str, setting: BenchConfig, most: ceilings.Ceilings) -> list[BenchRow]:
+    """`subjects.kernel_rows` of the kernel of that name."""
+    [case] = [case for case in matching(name, setting.sizes) if case.name == name]
+    return subjects.kernel_rows(case, setting, most)
+
+
+def _ceilings(setting: BenchConfig, base: Device) -> tuple[ceilings.Ceilings, list[BenchRow]]:
+    return ceilings.measure(setting.sizes, base, **setting.timing)
 
 
 def _write(rows: Sequence[BenchRow], device: jax.Device, setting: BenchConfig, clock: Clock, output: BenchOutput) -> None:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from coat_jax.bench.check import compare
 from coat_jax.bench.harness import Contender, by_turns
 from coat_jax.bench.kernels import KernelSpec, Sizes, cases, numbers
 from coat_jax.bench.row import BenchRow
+from coat_jax.bench.worker import CallError, Worker
 from coat_jax.compiled import devices, topology
 from coat_jax.plan import command, paper
 from pallas_kernels import backend
@@ -152,7 +154,44 @@ def test_rows_are_left_out_when_time_is_up():
     rows = run.measured(
         jax.devices("cpu")[0], SETTING, output=run.BenchOutput(), budget=-1.0, chosen=(case("late", half_done),)
     )
-    assert [row.name for row in rows if "left out" in row.error] == ["layer, forward and backward", "step of a layer", "late"]
+    assert [row.name for row in rows if "left out" in row.error] == ["step of a layer", "layer, forward and backward", "late"]
+
+
+def test_a_row_that_aborts_its_process_says_so_and_the_next_ones_run_and_are_in_the_file(tmp_path, monkeypatch):
+    """A small kernel in a worker, behind a row that aborts and one that raises."""
+    [kernel] = [c for c in cases(SMALL) if c.name.startswith("quantize, e4m3, group 16,")]
+    file, held = tmp_path / "rows.json", []
+
+    def work(setting, device, most, only, chosen):
+        for name, *call in (
+            ("aborts", os.abort),
+            ("raises", int, "x"),
+            (kernel.name, run.kernel_rows, kernel.name, setting, most),
+        ):
+            yield name, *call
+            held.append([row["name"] for row in json.loads(file.read_text())["rows"]][-1])
+
+    monkeypatch.setattr(run, "_work", work)
+    setting = dataclasses.replace(SETTING, repeats=1)
+    with Worker() as worker:
+        run.measured(jax.devices("cpu")[0], setting, output=run.BenchOutput(json=str(file)), call=worker.call)
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert "status -6" in rows["aborts"]["error"] and "ValueError: invalid literal" in rows["raises"]["error"]
+    assert rows[kernel.name]["seconds"] > 0 and rows["ceiling, copy"]["seconds"] > 0
+    assert held == ["aborts", "raises", kernel.name]  # each in the file before the next began
+
+
+def test_a_call_that_hangs_is_ended():
+    with Worker(patience=2) as worker, pytest.raises(CallError, match="hung for 2 s"):
+        worker.call(time.sleep, 60)
+
+
+def test_the_optimizer_and_products_come_first():
+    names = [name for name, *_ in run._work(SETTING, devices.named("h100"), Ceilings(1.0, 1.0, 1.0), "", None)]
+    order = [next(i for i, name in enumerate(names) if name.startswith(word)) for word in ("step", "AdamW", "product", "layer")]
+    assert order == sorted(order) and order[0] == 0 and len(names) == len(cases(SMALL)) + 2
+    others = names[order[-1] + 1 :]
+    assert others and not any(name.startswith(("AdamW", "product")) for name in others)
 
 
 def test_a_calibrated_device_keeps_what_was_not_measured(tmp_path):
