@@ -71,6 +71,8 @@ def _of_codes(got: QuantizedArray, want: QuantizedArray) -> tuple[jax.Array, jax
 
     below, above = beside(-1), beside(1)
     low, high = jnp.minimum(below, above), jnp.maximum(below, above)
+    # E4M3 near 100 with scale 1: codes 96, 104, 112. For a reference of 104 anything in [96, 112] is right, and SLACK * 16 =
+    # 0.25 beyond; 88 or 120 are wrong.
     slack, x, exact = SLACK * (high - low), value(got), value(want)
     right = ((x >= low - slack) & (x <= high + slack)) | (x == exact) | (jnp.isnan(x) & jnp.isnan(exact))
     return got.payload.view(jnp.uint8) != want.payload.view(jnp.uint8), ~right
@@ -81,6 +83,8 @@ def _neighbour(payload: jax.Array, step: int) -> jax.Array:
     if jnp.issubdtype(payload.dtype, jnp.integer):
         info = jnp.iinfo(payload.dtype)
         return jnp.clip(payload.astype(jnp.int32) + step, info.min, info.max).astype(payload.dtype)
+    # FP8 codes are sign and magnitude: 0x00 is 0, 0x01 the smallest, 0x7E 448, 0x80 is -0, 0x81 minus the smallest. In
+    # `ordered` these are 0, 1, 126, 0, -1, so that a step up or down is +1 or -1; 0x7E and its negative, +-126, are the ends.
     bits = jax.lax.bitcast_convert_type(payload, jnp.uint8).astype(jnp.int32)
     largest = jax.lax.bitcast_convert_type(jnp.finfo(payload.dtype).max, jnp.uint8).astype(jnp.int32)
     ordered = jnp.clip(jnp.where(bits > 127, 128 - bits, bits) + step, -largest, largest)

@@ -35,6 +35,9 @@ class Contender:
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], donated: Sequence[int] = ()):
         """function for operands like args, of which the numbers in `donated` are updated in place."""
+        # AdamW of one leaf: results are the parameter, payloads and scales, operands gradient, state and parameter. State and
+        # parameter are donated, so each result takes the buffer of its like. A quantize has nothing donated: its payload and
+        # its scales go into blanks, full of bytes that a kernel which forgets to write would leave.
         leaves, tree = jax.tree.flatten(tuple(args))
         given = [i in donated for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         results, self._results = jax.tree.flatten(jax.eval_shape(function, *args))

@@ -76,6 +76,8 @@ class Elementwise(Stashable):
     def _result(self, values: Sequence[jax.Array], dtypes: Sequence[Any]) -> jax.Array:
         """fn(*values), rounded to the dtype that fn gives `dtypes`."""
         given = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(values, dtypes, strict=True)]
+        # silu(gate) * up of bfloat16 inputs: fn in float32, one rounding to bfloat16 at the end. In bfloat16 throughout, silu's
+        # result would be rounded too, and XLA would leave that rounding out in one program and not in another.
         return self.fn(*values).astype(jax.eval_shape(self.fn, *given).dtype)
 
     def _pass(self, body: Callable[..., Any], *args: Any, spec: QuantSpec, implementation: Chosen) -> Any:

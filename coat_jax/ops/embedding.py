@@ -34,6 +34,8 @@ def embedding(tokens: jax.Array, table: jax.Array, *, dtype: Any = None) -> jax.
         return jnp.take(table, tokens, axis=0).astype(kind if dtype is None else dtype)
 
     def backward(tokens, g):
+        # "the" occurs some 400 times in a batch of 8192 tokens. A bfloat16 sum of 400 gradients of one size stalls at 256 of
+        # them: adding less than half a unit in the last place, 2^-9 of the sum, changes nothing.
         summed = jnp.zeros(shape, jnp.float32).at[tokens].add(g.astype(jnp.float32))
         return summed.astype(kind), None
 

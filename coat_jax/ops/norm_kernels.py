@@ -30,6 +30,8 @@ def mean_of_groups(x: jax.Array) -> jax.Array:
 
     It is the mean of a row that lies in groups, in the order in which a kernel computes it and its derivative.
     """
+    # A row of 4096 in groups of 128 is (32, 128): 32 sums of 128 numbers, then one sum of 32. One sum of 4096 would round in
+    # another order, and the last bit of the mean would depend on who computes it.
     groups = jnp.sum(x, -1)
     mean = jnp.sum(groups, -1) * np.float32(1 / (x.shape[-1] * x.shape[-2]))
     for like in (groups, x):
@@ -48,6 +50,8 @@ def norm_refusal(spec: QuantSpec, x: Any, params: Sequence[Any] = ()) -> str | N
     if width not in (16, 32, 64, 128, 256):
         return f"has kernels for rows in groups of 16, 32, ... 256 elements, not of {width}"
     stored = 1 if spec.has_exponent else spec.scale_dtype.itemsize  # copies of numbers per group are of 16, 32, ... bytes
+    # Groups of 128 with bfloat16 scales: 16 B hold 8 scales, so rows are of 8 x 128 = 1024, 2048, ... elements. Groups of 16:
+    # 8 scales as well, 8 x 16 = 128. Float32 scales in groups of 128: 16 B hold 4, so 512.
     multiple = width * max(16 // stored, 8 if width == 16 else 4)
     if features % multiple or features > WIDEST:
         return (

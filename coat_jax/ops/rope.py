@@ -7,6 +7,8 @@ import jax.numpy as jnp
 def rotate(x: jax.Array, theta: float, sign: float) -> jax.Array:
     """Rotates the pairs (x_i, x_{i + d/2}) of position t by sign * t * theta^(-2i/d), in float32."""
     length, _, dim = x.shape[-3:]
+    # Half-split pairs, as Hugging Face stores them: of d = 128, element 3 turns with element 67, by t theta^(-6/128). Meta's
+    # files and GGUF have neighbours as pairs (6 with 7); their q and k kernels are reordered before they come here.
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :] * sign

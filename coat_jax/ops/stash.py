@@ -28,6 +28,8 @@ def keep_quantized(q: QuantizedArray) -> QuantizedArray:
     `jax.checkpoint` rounds a saved floating-point value that the forward pass uses too, and its rounding turns E4M3 values
     of 256 and above into NaN. Bytes it leaves alone.
     """
+    # jax.checkpoint puts reduce_precision(exponent_bits=4, mantissa_bits=3) on a saved E4M3 value. That is an IEEE format of
+    # this width, in which the largest exponent means inf and NaN: 240 stays 240, and 256, 288, ... 448 all become NaN.
     payload = jax.lax.bitcast_convert_type(q.payload, jnp.uint8)
     parts = [None if part is None else checkpoint_name(part, STASH) for part in (payload, q.scale, q.exponent)]
     return QuantizedArray.tree_unflatten((q.spec, q.dtype), parts)

@@ -31,6 +31,9 @@ def fsdp_specs(params: Any, devices: int, *, stacked: str = "layers", min_size: 
       (True, True)
     """
 
+    # layers/mlp/down/kernel of Llama-2-7B is (32, 11008, 4096). On 8 devices: axis 0 is the stack, 11008 = 8 x 1376, so the
+    # spec is (None, "fsdp", None), and a scan step gathers eight pieces of 1376 rows. A norm's scale, (32, 4096), has 4096
+    # elements in a layer, not fewer than min_size: it is cut too, (None, "fsdp").
     def spec(path: Any, leaf: Any) -> PartitionSpec:
         first = int(jax.tree_util.keystr(path[:1], simple=True) == stacked)
         row = leaf.shape[first:]
@@ -65,4 +68,6 @@ def batch_sharded(x: jax.Array) -> jax.Array:
     """
     if batch_shards() == 1:
         return x
+    # Left to itself XLA may gather the activations of all sequences and keep the weights cut, which for long sequences moves
+    # more.
     return jax.lax.with_sharding_constraint(x, PartitionSpec(AXIS, *[None] * (x.ndim - 1)))

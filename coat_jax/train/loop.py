@@ -147,7 +147,7 @@ class Trainer:
         for number, batch in enumerate(batches, 1):
             began = time.perf_counter()
             state, loss = step(state, batch)
-            value = float(loss)
+            value = float(loss)  # waits for the device, so that `seconds` is the step's own time
             if not math.isfinite(value):
                 raise DivergedError(self.variant.name, number, value)
             yield StepResult(number, value, time.perf_counter() - began, state)
