@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.optim import codecs, fused, leaves, master
+from coat_jax.optim import codecs, fused, leaves
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.moments import NoiseUse, Rate
-from coat_jax.optim.step import Adam, Leaf, LeafUpdate, groups_of, in_turn, zeros
+from coat_jax.optim.moments import Hyper, Rate
+from coat_jax.optim.step import Leaf, first_order, step_leaves, zeros
+from coat_jax.optim.with_master import MasterState, with_master
 from coat_jax.quant import Implementation
 from coat_jax.quant.implementation import refuse_explicit
 
-STATIC_ARGS = ("mask", "codec", "quantize_filter", "min_size", "implementation", "master")
-"""What decides structure, and so is static: optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS)."""
+STATIC_ARGS = ("mask", "codec", "quantize_filter", "min_size", "implementation", "master", "mu_dtype")
+"""Arguments of `coat_adamw` that decide structure. `optax.inject_hyperparams(coat_adamw)` needs them as its `static_args` only
+where you give a `min_size`, a number, or a `mask` that is a function: it takes the one for a hyperparameter and the other for a
+schedule."""
 
 
 class CoatAdamState(NamedTuple):
@@ -35,151 +38,44 @@ class CoatAdamState(NamedTuple):
     nu: Any
 
 
-class MasterState(NamedTuple):
-    """What parameters lack of float32.
-
-    Attributes:
-      count: int32, steps taken.
-      compensation: int8 or int16 for each bfloat16 parameter; None for others, and for `Master.STOCHASTIC`.
-    """
-
-    count: jax.Array  # type: ignore[assignment]
-    compensation: Any
-
-
 @dataclasses.dataclass(frozen=True)
-class AdamW:
-    """The parts of `coat_adamw`, whose arguments these are."""
+class BothUpdates:
+    """`update` of an Optax transformation, and `update_and_apply` beside it."""
 
-    learning_rate: Any
-    adam: Adam
-    weight_decay: Any
-    mask: Any
-    scale: optax.GradientTransformationExtraArgs
-    codec: MomentCodec
-    master: Master | None
-    implementation: Implementation | None = None
+    update: Callable[..., tuple[Any, Any]]
+    update_and_apply: Callable[..., tuple[Any, Any]]
 
-    @property
-    def tail(self) -> optax.GradientTransformationExtraArgs:
-        """From a direction to an update."""
-        return optax.chain(
-            optax.add_decayed_weights(self.weight_decay, self.mask), optax.scale_by_learning_rate(self.learning_rate)
-        )
-
-    def init(self, params: Any) -> tuple[Any, ...]:
-        """The state: those of the transformations in the chain, and a `MasterState` where there is a master."""
-        state = (self.scale.init(params), *self.tail.init(params))
-        if self.master is None:
-            return state
-        compensation = jax.tree.map(lambda p: master.zero(p, self.master), params)
-        return (*state, MasterState(jnp.zeros([], jnp.int32), compensation))
-
-    def update(
-        self, updates: Any, state: tuple[Any, ...], params: Any = None, *, row: jax.Array | None = None, **extra: Any
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """Updates for `optax.apply_updates`, float32, and the next state; `row` as in `scale_by_coat_adam`."""
-        Implementation.resolve(self.implementation, "coat_adamw", "has a kernel for update_and_apply only")
-        directions, first = self.scale.update(updates, state[0], params, row=row)
-        if self.master is None:
-            updates, rest = self.tail.update(directions, state[1:], params, **extra)
-            return updates, (first, *rest)
-        if params is None:
-            raise ValueError(f"coat_adamw: params=None; master={str(self.master)!r} needs the parameters in update")
-        kept: MasterState = state[-1]
-        tree = Named.of(params)
-        weights = [Weight(*row) for row in zip(tree.leaves, *tree.beside(kept.compensation), strict=True)]
-        values = tree.structure.unflatten([master.load(weight) for weight in weights])
-        updates, rest = self.tail.update(directions, state[1:-1], values, **extra)
-        count = optax.safe_increment(kept.count)
-        rows: list[tuple[Any, Any]] = []
-        for name, weight, value, change in zip(tree.names, weights, *tree.beside(values, updates), strict=True):
-            if not master.splits(weight.param, self.master):
-                rows.append((change, None))
-                continue
-            groups = groups_of(codecs.FLOAT32, change.shape)
-            elements = Leaf(name, row).elements(change.shape, groups, master.needs_noise(self.master))
-            noise = groups.merge(elements.noise(NoiseUse.MASTER, count)) if master.needs_noise(self.master) else None
-            change, new = master.landing(value + change, weight.param, self.master, noise)
-            rows.append((change, new.compensation))
-        updates, compensation = tree.build(rows, 2)
-        return updates, (first, *rest, MasterState(count, compensation))
-
-    def stepper(self, state: tuple[Any, ...]) -> LeafUpdate:
-        """The step after `state`, for single leaves or rows of them."""
-        return LeafUpdate.at(state[0].count, self.adam, self.codec, self.master)
-
-    def rates(self, state: tuple[Any, ...], params: Any) -> list[Rate]:
-        """How far each leaf of `params` follows its direction."""
-
-        def now(value: Any, state: Any) -> jax.Array:
-            return jnp.asarray(value(*jax.tree.leaves(state)) if callable(value) else value, jnp.float32)
-
-        mask = self.mask(params) if callable(self.mask) else True if self.mask is None else self.mask
-        decays = jax.tree.leaves(jax.tree.broadcast(mask, params))
-        decay, rate = now(self.weight_decay, state[1]), now(self.learning_rate, state[2])
-        return [Rate(rate, decay if decays_ else jnp.zeros_like(decay)) for decays_ in decays]
-
-    def advance(self, state: tuple[Any, ...], mu: Any, nu: Any, compensation: Any) -> tuple[Any, ...]:
-        """The state after a step that left these."""
-        rest = jax.tree.map(optax.safe_increment, state[1:3])
-        new = (CoatAdamState(optax.safe_increment(state[0].count), mu, nu), *rest)
-        return new if self.master is None else (*new, MasterState(optax.safe_increment(state[3].count), compensation))
-
-    def update_and_apply(
-        self, grads: Any, state: tuple[Any, ...], params: Any, *, row: jax.Array | None = None
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """The next parameters and the next state, in one pass over each leaf; `row` as in `scale_by_coat_adam`."""
-        _refuse_float32_state(state[0])
-        tree, stepper = Named.of(params), self.stepper(state)
-        refuse_explicit("coat_adamw", *tree.leaves)
-        nothing = tree.structure.unflatten([None] * len(tree.leaves))
-        compensation = nothing if self.master is None else state[3].compensation
-        columns = tree.beside(grads, state[0].mu, state[0].nu, compensation)
-        tasks = [
-            fused.Task(grad, mu, nu, Weight(param, lack), rate, row)
-            for param, rate, (grad, mu, nu, lack) in zip(
-                tree.leaves, self.rates(state, params), zip(*columns, strict=True), strict=True
-            )
-        ]
-        done = fused.update(stepper, tasks, tree.names, self.implementation)
-        rows = [(*weight, mu, nu) for weight, mu, nu in done]
-        params, compensation, mu, nu = tree.build(rows, 4)
-        return params, self.advance(state, mu, nu, compensation)
+    def __call__(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """`update`."""
+        return self.update(updates, state, params, **extra)
 
 
 class CoatAdamW(optax.GradientTransformationExtraArgs):
-    """An Optax transformation with a second entry point.
+    """An Optax transformation, the pair (init, update), with a second entry point.
 
-    Attributes:
-      update_and_apply: (grads, state, params) -> (params, state): `update` and `optax.apply_updates` in one pass, without a
-        tree of updates.
-      parts: what both are made of, for optimizers that update a layer at a time.
+    That lies in `update`, so that whoever takes the pair apart and rebuilds it (`copy.deepcopy`, `jax.tree.map`) keeps both.
     """
-
-    parts: AdamW
-
-    def __new__(cls, parts: AdamW) -> "CoatAdamW":
-        """The transformation made of `parts`."""
-        self = super().__new__(cls, parts.init, parts.update)
-        self.parts = parts
-        return self
 
     @property
     def update_and_apply(self) -> Callable[..., tuple[Any, Any]]:
-        """(grads, state, params) -> (params, state), in one pass."""
-        return self.parts.update_and_apply
+        """(grads, state, params) -> (params, state): `update` and `optax.apply_updates`, without a tree of updates."""
+        return self.update.update_and_apply
 
 
-def _check_precision(**betas: jax.typing.ArrayLike) -> None:
-    """Raises TypeError for a beta in less than float32: in bfloat16 0.999 is 1 and every moment NaN."""
-    for name, beta in betas.items():
+def _betas(b1: Any, b2: Any) -> tuple[Any, Any]:
+    """Both betas, of which None is Adam's own.
+
+    Raises:
+      TypeError: a beta in less than float32: in bfloat16 0.999 is 1 and every moment NaN.
+    """
+    for name, beta in (("b1", b1), ("b2", b2)):
         dtype = getattr(beta, "dtype", None)
         if dtype is not None and dtype.itemsize < 4:
             raise TypeError(
-                f"scale_by_coat_adam: {name} has dtype {dtype}, which cannot tell 0.999 from 1; use float32 "
+                f"scale_by_coat_adam: {name} has dtype {dtype}, which cannot tell 0.999 from 1; give jnp.float32 of it "
                 "(optax.inject_hyperparams follows the parameters' dtype unless told hyperparam_dtype=jnp.float32)"
             )
+    return 0.9 if b1 is None else b1, 0.999 if b2 is None else b2
 
 
 def _refuse_float32_state(state: Any) -> None:
@@ -190,20 +86,15 @@ def _refuse_float32_state(state: Any) -> None:
         )
 
 
-def _renamed(result: tuple[Any, optax.ScaleByAdamState]) -> tuple[Any, CoatAdamState]:
-    return result[0], CoatAdamState(*result[1])
-
-
 def scale_by_coat_adam(
-    b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.999,
+    b1: jax.typing.ArrayLike | None = None,
+    b2: jax.typing.ArrayLike | None = None,
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
     *,
     codec: MomentCodec = codecs.COAT,
     quantize_filter: Sequence[str] | None = None,
-    min_size: int = 4096,
-    implementation: Implementation | str | None = None,
+    min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, `optax.scale_by_adam`, with moments stored by `codec` between steps.
 
@@ -211,78 +102,84 @@ def scale_by_coat_adam(
         u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t) + eps_root) + eps)        mu, nu <- stored(mu, nu)
 
     Args:
-      b1, b2: decay rates of the moments.
+      b1, b2: decay rates of the moments; None is 0.9 and 0.999.
       eps: added to the root of the second moment.
       eps_root: added under the root.
       codec: how moments are stored; one of `coat_jax.codecs` or a `MomentCodec` of your own.
       quantize_filter: path patterns; the last one that fits a leaf's path, such as "layers/mlp/kernel", decides, and "!"
-        excludes. None is ("*", "!*embed*", "!*scale", "!*bias"). Other leaves keep float32 moments.
-      min_size: leaves of fewer elements keep float32 moments.
-      implementation: who computes it; None leaves the choice to the library.
+        excludes. None is the default rule: every leaf of two axes or more but embeddings, norms, scales and biases, by the
+        names that Flax, Hugging Face and Tunix give them (`coat_jax.optim.leaves.KEPT`). A filter that begins with an
+        exclusion changes the default rule, any other one replaces it. Other leaves keep float32 moments.
+      min_size: leaves of fewer elements keep float32 moments; None is 4096.
 
     Returns:
-      A transformation with state `CoatAdamState`; updates are float32. Moments of zero decode to exactly zero. An element
-      whose gradient is not finite keeps its moments; the update shows it. `update(..., row=i)` updates row i of stacked
-      leaves, given as stacks of one, as the update of the whole would: with the same groups and the same random bits.
+      A transformation with state `CoatAdamState`. Updates have the dtype that gradient and parameter have together, float32
+      where no parameters are given. Moments of zero decode to exactly zero. An element whose gradient is not finite keeps its
+      moments; the update shows it. `update(..., row=i)` updates row i of stacked leaves, given as stacks of one, as the update
+      of the whole would: with the same groups and the same random bits.
 
     Raises:
-      ValueError, TypeError: an argument that does not fit, when the transformation is made; betas in less than float32.
+      ValueError, TypeError: an argument that does not fit, when the transformation is made; betas in less than float32; a
+        filter that fits no leaf, or a complex leaf, in `init`.
 
     Source: arXiv 2410.19313, section 4; Kingma and Ba, arXiv 1412.6980.
     """
-    patterns = leaves.check_filter(quantize_filter)
-    Implementation.resolve(implementation, "scale_by_coat_adam")
-    _check_precision(b1=b1, b2=b2)
+    patterns, least = leaves.check_filter(quantize_filter), leaves.check_min_size(min_size)
+    b1, b2 = _betas(b1, b2)
     if not isinstance(codec, MomentCodec):
         raise TypeError(f"scale_by_coat_adam: codec={codec!r} is not a MomentCodec; use codecs.COAT or codecs.named('coat')")
-    adam = Adam(b1, b2, eps, eps_root)
 
     def init(params: Any) -> CoatAdamState:
         tree = Named.of(params)
-        rows = []
+        leaves.refuse_complex(tree)
+        chosen = leaves.choose_codecs(tree, codec, patterns, least)
         if codec.quantizes:
             refuse_explicit("coat_adamw", *tree.leaves)
-        for name, leaf in zip(tree.names, tree.leaves, strict=True):
-            own = leaves.leaf_codec(name, leaf.shape, codec, patterns, min_size)
-            rows.append((zeros(leaf.shape, own.mu), zeros(leaf.shape, own.nu)))
+        rows = [(zeros(leaf, own.mu), zeros(leaf, own.nu)) for leaf, own in zip(tree.leaves, chosen, strict=True)]
         return CoatAdamState(jnp.zeros([], jnp.int32), *tree.build(rows, 2))
 
     def update(
         updates: Any, state: CoatAdamState, params: Any = None, *, row: jax.Array | None = None, **extra: Any
     ) -> tuple[Any, CoatAdamState]:
-        del params, extra
+        del extra
+        tree = Named.of(updates)
+        leaves.refuse_complex(tree)
         if not codec.quantizes:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-            return _renamed(optax.scale_by_adam(*adam, mu_dtype=jnp.float32).update(grads, optax.ScaleByAdamState(*state)))
-        _refuse_float32_state(state)
-        tree, stepper = Named.of(updates), LeafUpdate.at(state.count, adam, codec)
-        refuse_explicit("coat_adamw", *tree.leaves)
-        columns = zip(tree.names, tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
-        rows: list[Any] = []
-        for name, grad, mu, nu in columns:
-            if rows:
-                (grad, mu, nu), rows[-1] = in_turn((grad, mu, nu), rows[-1])
-            rows.append(stepper.direction(grad, mu, nu, Leaf(name, row)))
-        directions, mu, nu = tree.build(rows, 3)
-        return directions, CoatAdamState(optax.safe_increment(state.count), mu, nu)
+            adam = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=jnp.float32)
+            directions, (count, mu, nu) = adam.update(grads, optax.ScaleByAdamState(*state))
+        else:
+            _refuse_float32_state(state)
+            refuse_explicit("coat_adamw", *tree.leaves)
+            count = optax.safe_increment(state.count)
+            columns = zip(tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
+            own = [Leaf(first_order(grad), mu, nu, row=row) for grad, mu, nu in columns]
+            done = step_leaves(own, tree.names, codec, None, Hyper.of(count, b1, b2, eps, eps_root))
+            directions, mu, nu = tree.build(done, 3)
+        if params is not None:
+            directions = jax.tree.map(
+                lambda u, g, p: u.astype(jnp.promote_types(g.dtype, p.dtype)), directions, updates, params
+            )
+        return directions, CoatAdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def coat_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.999,
+    b1: jax.typing.ArrayLike | None = None,
+    b2: jax.typing.ArrayLike | None = None,
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
-    weight_decay: jax.typing.ArrayLike = 1e-4,
-    mask: Any = None,
     *,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
     codec: MomentCodec = codecs.COAT,
     quantize_filter: Sequence[str] | None = None,
-    min_size: int = 4096,
+    min_size: int | None = None,
     implementation: Implementation | str | None = None,
     master: Master | str | None = None,
+    mu_dtype: None = None,
 ) -> CoatAdamW:
     """AdamW with moments of one byte each: put it where `optax.adamw` stands.
 
@@ -291,21 +188,23 @@ def coat_adamw(
     Args:
       learning_rate: a number or an Optax schedule.
       b1, b2, eps, eps_root: as in `scale_by_coat_adam`.
-      weight_decay: strength of the decoupled decay.
+      weight_decay: strength of the decoupled decay, a number or an Optax schedule.
       mask: which leaves decay, as in `optax.adamw`.
       codec, quantize_filter, min_size: as in `scale_by_coat_adam`.
       implementation: who computes `update_and_apply`; None takes the kernel in programs for a Hopper GPU. `update` is XLA's.
       master: how bfloat16 parameters keep small updates: "bf16+8", "bf16+16", "bf16-stochastic", or None where parameters are
         float32. `optax.apply_updates` must follow at once, so this transformation comes last in a chain.
+      mu_dtype: None, for callers that give it to any AdamW. The codec says how moments are stored.
 
     Returns:
-      optax.chain(scale_by_coat_adam, optax.add_decayed_weights, optax.scale_by_learning_rate), with its state, and the second
-      entry point `update_and_apply`. With `codecs.FLOAT32` and float32 parameters updates are those of `optax.adamw` bit for
-      bit. With "bf16+16", `update_and_apply` follows float32 parameters bit for bit, and so does `update` where a step does
-      not shrink a parameter below 2^-16 of itself.
+      optax.chain(scale_by_coat_adam, optax.add_decayed_weights, optax.scale_by_learning_rate), computed in float32, with its
+      state, and the second entry point `update_and_apply`. With `codecs.FLOAT32` and float32 parameters updates are those of
+      `optax.adamw` bit for bit. With "bf16+16", `update_and_apply` follows float32 parameters bit for bit, and so does `update`
+      with float32 gradients where a step does not shrink a parameter below 2^-16 of itself, with bfloat16 gradients where it
+      neither doubles nor halves it. It has no derivative: a program that asks for one is refused.
 
     Raises:
-      ValueError, TypeError: as `scale_by_coat_adam`; an unknown master.
+      ValueError, TypeError: as `scale_by_coat_adam`; an unknown master; a mu_dtype.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -319,7 +218,51 @@ def coat_adamw(
 
     Source: arXiv 2410.19313; Loshchilov and Hutter, arXiv 1711.05101.
     """
-    chosen = Implementation.resolve(implementation, "coat_adamw", None)
-    scale = scale_by_coat_adam(b1, b2, eps, eps_root, codec=codec, quantize_filter=quantize_filter, min_size=min_size)
-    adam = Adam(b1, b2, eps, eps_root)
-    return CoatAdamW(AdamW(learning_rate, adam, weight_decay, mask, scale, codec, Master.resolve(master), chosen))
+    if mu_dtype is not None:
+        raise TypeError(f"coat_adamw: mu_dtype={mu_dtype!r}; moments are stored by codec=, such as codecs.COAT; leave it out")
+    chosen, keep = Implementation.resolve(implementation, "coat_adamw", None), Master.resolve(master)
+    chain = optax.chain(
+        scale_by_coat_adam(b1, b2, eps, eps_root, codec=codec, quantize_filter=quantize_filter, min_size=min_size),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    tx = with_master(chain, keep)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        Implementation.resolve(chosen, "coat_adamw", "has a kernel for update_and_apply only")
+        return tx.update(updates, state, params, **extra)
+
+    def update_and_apply(grads: Any, state: Any, params: Any, *, row: jax.Array | None = None) -> tuple[Any, Any]:
+        adam, decayed, scaled, *kept = state
+        _refuse_float32_state(adam)
+        tree = Named.of(params)
+        leaves.refuse_complex(tree)
+        refuse_explicit("coat_adamw", *tree.leaves)
+        count = optax.safe_increment(adam.count)
+        nothing = tree.structure.unflatten([None] * len(tree.leaves))
+        columns = tree.beside(grads, adam.mu, adam.nu, kept[0].compensation if kept else nothing)
+        rates = _rates(_now(learning_rate, scaled), _now(weight_decay, decayed), mask, params)
+        own = [
+            Leaf(first_order(grad), mu, nu, Weight(first_order(param), lack), jax.tree.map(first_order, rate), row)
+            for param, rate, grad, mu, nu, lack in zip(tree.leaves, rates, *columns, strict=True)
+        ]
+        done = fused.update(own, tree.names, codec, keep, Hyper.of(count, *_betas(b1, b2), eps, eps_root), chosen)
+        params, compensation, mu, nu = tree.build([(*weight, mu, nu) for weight, mu, nu in done], 4)
+        counts = jax.tree.map(optax.safe_increment, (decayed, scaled))  # all that the states of both can hold
+        masters = [MasterState(optax.safe_increment(old.count), compensation) for old in kept]
+        return params, (CoatAdamState(count, mu, nu), *counts, *masters)
+
+    return CoatAdamW(tx.init, BothUpdates(update, update_and_apply))
+
+
+def _now(value: optax.ScalarOrSchedule, state: Any) -> jax.Array:
+    """A number, or a schedule at the count that its state holds, in float32."""
+    return jnp.asarray(value(*jax.tree.leaves(state)) if callable(value) else value, jnp.float32)
+
+
+def _rates(rate: jax.Array, decay: jax.Array, mask: Any, params: Any) -> list[Rate]:
+    """How far each leaf of `params` follows its direction: those that `mask` leaves out do not decay."""
+    mask = mask(params) if callable(mask) else True if mask is None else mask
+    return [
+        Rate(rate, decay if decays else jnp.zeros_like(decay)) for decays in jax.tree.leaves(jax.tree.broadcast(mask, params))
+    ]

@@ -12,7 +12,7 @@ from coat_jax.optim.adamw import CoatAdamState
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.moments import Moments
-from coat_jax.optim.step import Leaf, groups_of, merge
+from coat_jax.optim.step import codec_of, groups_of, merge, noise_of_leaf
 from coat_jax.quant import QuantizedArray, dequantize
 
 
@@ -31,15 +31,20 @@ def read_moment(stored: QuantizedArray | jax.Array) -> jax.Array:
     return dequantize(stored) if isinstance(stored, QuantizedArray) else stored
 
 
-def read(state: CoatAdamState, codec: MomentCodec) -> optax.ScaleByAdamState:
+def read(state: CoatAdamState, codec: MomentCodec, operation: str) -> optax.ScaleByAdamState:
     """The moments that a state stands for, in float32, as a state of `optax.scale_by_adam`.
 
     Args:
       state: of an optimizer with this codec.
       codec: what tells a relative mu from a plain one.
+      operation: who asks, for messages.
+
+    Raises:
+      ValueError: the state was made with another codec.
     """
 
     def mu_of(mu: Any, nu: Any) -> jax.Array:
+        codec_of(codec, mu, nu, operation)
         value, second = read_moment(mu), read_moment(nu)
         if not (is_quantized(mu) or is_quantized(nu)):
             return value
@@ -56,6 +61,9 @@ def to_adamw(state: Any, codec: MomentCodec = codecs.COAT) -> Any:
       state: any tree of states.
       codec: of the optimizer.
 
+    Raises:
+      ValueError: the state was made with another codec.
+
     Example:
       >>> import jax.numpy as jnp, optax
       >>> from coat_jax import coat_adamw
@@ -63,7 +71,7 @@ def to_adamw(state: Any, codec: MomentCodec = codecs.COAT) -> Any:
       >>> plain = to_adamw(coat_adamw(1e-3).init(params))
       >>> updates, plain = optax.adamw(1e-3).update(params, plain, params)
     """
-    return replace_states(state, CoatAdamState, lambda node: read(node, codec))
+    return replace_states(state, CoatAdamState, lambda node: read(node, codec, "to_adamw"))
 
 
 def from_adamw(
@@ -71,7 +79,7 @@ def from_adamw(
     codec: MomentCodec = codecs.COAT,
     *,
     quantize_filter: Sequence[str] | None = None,
-    min_size: int = 4096,
+    min_size: int | None = None,
 ) -> Any:
     """The state of `coat_adamw` nearest to one of `optax.adamw`, at any depth of wrappers and chains.
 
@@ -80,19 +88,19 @@ def from_adamw(
       codec, quantize_filter, min_size: as given to `coat_adamw`.
 
     Raises:
-      TypeError: `quantize_filter` is not a sequence of patterns.
+      TypeError, ValueError: as `coat_adamw` for the filter.
     """
-    patterns = leaves.check_filter(quantize_filter)
+    patterns, least = leaves.check_filter(quantize_filter), leaves.check_min_size(min_size)
 
     def convert(node: optax.ScaleByAdamState) -> CoatAdamState:
         tree = Named.of(node.mu)
         rows = []
-        for name, mu, nu in zip(tree.names, tree.leaves, *tree.beside(node.nu), strict=True):
-            own = leaves.leaf_codec(name, mu.shape, codec, patterns, min_size)
+        chosen = leaves.choose_codecs(tree, codec, patterns, least)
+        for name, own, mu, nu in zip(tree.names, chosen, tree.leaves, *tree.beside(node.nu), strict=True):
             groups = groups_of(own, mu.shape)
             pair = Moments(*(groups.split(moment.astype(jnp.float32)) for moment in (mu, nu)))
-            elements = Leaf(name).elements(mu.shape, groups, own.stochastic)
-            kept = moments.encode(pair, own, groups.axes, jnp.zeros(pair.mu.shape, bool), node.count, elements)
+            noise = noise_of_leaf(name, own, groups, None, node.count)
+            kept = moments.encode(pair, own, groups.axes, jnp.zeros(pair.mu.shape, bool), noise)
             rows.append((merge(kept.mu, groups, own.mu), merge(kept.nu, groups, own.nu)))
         return CoatAdamState(node.count, *tree.build(rows, 2))
 

@@ -34,6 +34,7 @@ def describe_state(state: Any) -> str:
       0/count      scalar  int32                -      -     4       0.0%
       0/mu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
       0/nu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
+      quantized    100.0%  of mu and nu                       17,024  100.0%
       total                                                  17,028
     """
     rows = []
@@ -55,9 +56,21 @@ def describe_state(state: Any) -> str:
         cells.append(
             (name, "x".join(map(str, shape)) or "scalar", stored, group, axis, f"{size:,}", f"{size / max(total, 1):.1%}")
         )
+    of_moments, quantized = _share_quantized(state)
+    if of_moments is not None:
+        share = f"{quantized / max(total, 1):.1%}"
+        cells.append(("quantized", f"{of_moments:.1%}", "of mu and nu", "", "", f"{quantized:,}", share))
     cells.append(("total", "", "", "", "", f"{total:,}", ""))
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def _share_quantized(state: Any) -> tuple[float | None, int]:
+    """Which share of the elements of mu and nu is quantized, None without moments, and the bytes of these."""
+    moments = jax.tree.leaves([(adam.mu, adam.nu) for adam in adam_states(state)], is_leaf=is_quantized)
+    stored = [leaf for leaf in moments if is_quantized(leaf)]
+    size = sum(leaf.size for leaf in moments)
+    return sum(leaf.size for leaf in stored) / size if size else None, sum(leaf.nbytes for leaf in stored)
 
 
 class Health(NamedTuple):
@@ -143,12 +156,12 @@ def moment_error(state: CoatAdamState, reference: Any, codec: MomentCodec = code
       codec: of the state.
 
     Raises:
-      ValueError: nothing in the state is quantized.
+      ValueError: nothing in the state is quantized, or it was made with another codec.
     """
     marks = [is_quantized(leaf) for leaf in jax.tree.leaves(state.nu, is_leaf=is_quantized)]
     if not any(marks):
         raise ValueError("moment_error: state has no quantized leaf; compare a state of a codec other than FLOAT32")
-    got = convert.read(state, codec)
+    got = convert.read(state, codec, "moment_error")
 
     def total(fn: Any) -> jax.Array:
         sums = [

@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from coat_jax.optim.codecs import FLOAT32, MomentCodec
 from coat_jax.quant import PerGroup
 
-DEFAULT_FILTER = ("*", "!*embed*", "!*scale", "!*bias")
-"""Every leaf but embeddings, whose 8-bit moments are known to be unstable, and the scales and biases, which are small even
-where a scan over layers stacks them into a large leaf."""
+KEPT = (
+    *("*embed*", "*_emb", "emb", "wte", "wpe"),  # embeddings, whose 8-bit moments are known to be unstable
+    *("*norm*", "ln", "ln_*", "ln[0-9]*", "lnf", "*_ln"),  # norms, of which a scan over layers makes leaves of two axes
+    *("*scale", "*bias*", "gamma", "beta", "b"),  # likewise
+)
+"""Names, of a leaf or of the module that holds it, of what keeps float32 moments by default. Shell wildcards, any case.
+
+    h/wte/embedding, wte, model/embed_tokens/weight                    embeddings of Flax, a hand-written GPT-2, a Llama
+    layers/input_layernorm/weight, layers/0/attn_norm/w, h/ln_1/scale  norms of Hugging Face, Tunix and GPT-2
+    text_embedding_model/layers/mlp/kernel                             neither: only mlp and kernel, the last two, count
+"""
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -23,29 +32,64 @@ def path_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def check_filter(patterns: Sequence[str] | None) -> tuple[str, ...]:
-    """The patterns as a tuple; None is `DEFAULT_FILTER`.
+def check_filter(patterns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The patterns as a tuple; None, the default rule, as it is.
 
     Raises:
       TypeError: a single string, or anything but strings.
     """
     if patterns is None:
-        return DEFAULT_FILTER
+        return None
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"quantize_filter={patterns!r}; give a sequence of path patterns, such as {DEFAULT_FILTER}")
+        raise TypeError(f"quantize_filter={patterns!r}; give a sequence of path patterns, such as ('*', '!*embed*')")
     return tuple(patterns)
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def check_min_size(min_size: int | None) -> int:
+    """The number; None is 4096.
+
+    Raises:
+      TypeError: anything but a Python number, such as the array that `optax.inject_hyperparams` makes of one.
+    """
+    if min_size is None:
+        return 4096
+    if not isinstance(min_size, (int, np.integer)):
+        raise TypeError(
+            f"min_size={min_size!r} decides which leaves are quantized and must be a Python int; "
+            "give optax.inject_hyperparams static_args=coat_jax.optim.STATIC_ARGS"
+        )
+    return int(min_size)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name.lower(), pattern.removeprefix("!").lower())
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """The default rule: whether a leaf has two axes or more, and neither it nor its module is called as in `KEPT`.
+
+    Example:
+      >>> is_matrix("layers/mlp/kernel", (256, 256)), is_matrix("layers/norm/weight", (32, 4096)), is_matrix("w", (4096,))
+      (True, False, False)
+    """
+    return len(shape) >= 2 and not any(_fits(part, pattern) for part in name.split("/")[-2:] for pattern in KEPT)
+
+
+def matches(name: str, patterns: Sequence[str], otherwise: bool = False) -> bool:
     """Whether the last pattern that fits `name` (shell wildcards, any case) is one without a leading "!".
+
+    Args:
+      name: a path.
+      patterns: in any number.
+      otherwise: the answer where no pattern fits and the first one is an exclusion.
 
     Example:
       >>> matches("decoder/embed/embedding", ("*", "!*embed*")), matches("decoder/mlp/kernel", ("*", "!*embed*"))
       (False, True)
     """
-    chosen = False
+    chosen = otherwise and bool(patterns) and patterns[0].startswith("!")
     for pattern in patterns:
-        if fnmatch.fnmatchcase(name.lower(), pattern.removeprefix("!").lower()):
+        if _fits(name, pattern):
             chosen = not pattern.startswith("!")
     return chosen
 
@@ -53,9 +97,13 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 def group_axis(shape: Sequence[int], size: int) -> int:
     """The axis along which groups of `size` run, from the global shape: -1 or -2, that whose groups divide further by two.
 
-    A scale's sharding is the parameter's, so the number of groups must divide by the mesh: 4096 x 11008 has 86 groups in a
-    row, which 8 devices cannot share, and 32 in a column, which they can. Between equals the one with fewer groups is taken:
-    128 x 64 has 64 groups of 128 in columns, and 128 of only 64 in rows.
+    A scale's sharding is the parameter's, so the number of groups must divide by the mesh. Between equals the axis with fewer
+    groups is taken. With groups of 128:
+
+        shape           along -1                       along -2                      taken
+        4096 x 11008    86 in a row: 2 divides it      32 in a column: 32 divides    -2, which 8 devices can share
+        11008 x 4096    32 in a row                    86 in a column                -1
+        128 x 64        1 of 64 in each of 128 rows    1 of 128 in each of 64        -2: 64 scales instead of 128
     """
     if len(shape) < 2:
         return -1
@@ -67,10 +115,15 @@ def group_axis(shape: Sequence[int], size: int) -> int:
     return max((-1, -2), key=merit)
 
 
-def leaf_codec(name: str, shape: Sequence[int], codec: MomentCodec, patterns: Sequence[str], min_size: int) -> MomentCodec:
+def leaf_codec(
+    name: str, shape: Sequence[int], codec: MomentCodec, patterns: Sequence[str] | None, min_size: int
+) -> MomentCodec:
     """The codec of one leaf with its group axis chosen; `FLOAT32` where the leaf is not quantized."""
     spec = codec.nu or codec.mu
-    if spec is None or not shape or math.prod(shape) < max(1, min_size) or not matches(name, patterns):
+    if spec is None or not shape or math.prod(shape) < max(1, min_size):
+        return FLOAT32
+    default = is_matrix(name, shape)
+    if not (default if patterns is None else matches(name, patterns, default)):
         return FLOAT32
     assert isinstance(spec.granularity, PerGroup)
     return codec.along(group_axis(shape, spec.granularity.size))
@@ -101,3 +154,34 @@ class Named(NamedTuple):
     def build(self, rows: Sequence[Sequence[Any]], width: int) -> list[Any]:
         """`width` trees of this structure from one row for each leaf."""
         return [self.structure.unflatten([row[i] for row in rows]) for i in range(width)]
+
+
+def choose_codecs(tree: Named, codec: MomentCodec, patterns: Sequence[str] | None, min_size: int) -> list[MomentCodec]:
+    """`leaf_codec` of every leaf.
+
+    Raises:
+      ValueError: a filter that quantizes nothing, as no pattern of it fits some large matrix: a slip of the pen, which would
+        make the state four times as large without a word.
+    """
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in tree.leaves]
+    chosen = [leaf_codec(name, shape, codec, patterns, min_size) for name, shape in zip(tree.names, shapes, strict=True)]
+    if codec.quantizes and patterns is not None and not any(own.quantizes for own in chosen):
+        for name, shape in zip(tree.names, shapes, strict=True):
+            missed = leaf_codec(name, shape, codec, None, min_size).quantizes
+            if missed and not any(_fits(name, pattern) for pattern in patterns):
+                raise ValueError(
+                    f"coat_adamw: quantize_filter={tuple(patterns)} quantizes nothing and does not fit {name!r}; "
+                    "correct the pattern, or give codec=codecs.FLOAT32 to keep every moment in float32"
+                )
+    return chosen
+
+
+def refuse_complex(tree: Named) -> None:
+    """Raises TypeError for a complex leaf: rounding to one byte would drop its imaginary part."""
+    for name, leaf in zip(tree.names, tree.leaves, strict=True):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and np.issubdtype(dtype, np.complexfloating):
+            raise TypeError(
+                f"coat_adamw: {name!r} is {dtype}, and moments are stored for real numbers; give that leaf to optax.adamw "
+                "(optax.multi_transform)"
+            )

@@ -8,6 +8,7 @@ The step uses the fresh moments; what storing them loses enters with the next st
 """
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +23,20 @@ from coat_jax.quant.codec import decode as decode_groups
 from coat_jax.quant.codec import encode as encode_groups
 
 MU_REACH = (2.0**-16, 0)
-"""How far a momentum that only decays widens the range of its group (`DecayOnly`): to where COAT's k is about 1."""
+"""How far a momentum that only decays may widen the range of its group (`DecayOnly`): down to 2^-16 of amax.
+
+Seven steps without a gradient halve a momentum (0.9^7 = 0.48), so 105 steps take it from amax to 2^-16 of it. A range of 16
+octaves over E4M3's 17 gives COAT's exponent k of about 1, plain scaling: an element that fades costs live ones no more.
+"""
 
 NU_REACH = (2.0**-1.5, 2)
-"""How far the nu of an element without momentum widens the range: to twice that of live elements, in octaves, and 1.5 more.
+"""How far the nu of an element without momentum may widen the range of its group: down to 2^-1.5 r^2 of amax, where r is the
+ratio of the smallest live nu to amax.
 
-Emulated, half of a group dormant: the error of live elements stays under twice that without. All of a dormant element's nu, as
-its gradients come back, is worth less: what is lifted makes updates smaller for some steps.
+Live nu from 1 down to 2^-6 make a range of 6 octaves; a dormant nu of 2^-30 would make it 30 and cost live elements most of
+their codes. It may make it 2 * 6 + 1.5 = 13.5 octaves; what lies below is rounded up to 2^-13.5, so that such an element moves
+less for some steps when its gradient returns. Emulated with half of a group dormant, the error of live elements stays under
+twice that without.
 """
 
 Stored = Any
@@ -91,24 +99,27 @@ class NoiseUse(enum.IntEnum):
     MASTER = 2
 
 
-class Elements(NamedTuple):
-    """Which elements some groups are, for their random bits.
+Noise = Callable[[NoiseUse], jax.Array]
+"""Random bits of some groups: from what they are for to a float32 in [0, 1) for every element."""
 
-    Attributes:
-      seed: of the leaf.
-      index: uint32, the number of each element in its leaf; None where nothing is rounded stochastically.
+
+def noise_of(seed: Any, numbers: Callable[[], jax.Array], count: jax.Array, antithetic: bool) -> Noise:
+    """The random bits of one leaf in one step, a pure function of (seed, number, step, use).
+
+    Args:
+      seed: uint32, of the leaf.
+      numbers: makes the uint32 number of each element in its leaf. A function, as a kernel has no registers to keep them.
+      count: int32, the step.
+      antithetic: whether the moments' bits of an odd step are those of the step before, turned (`MomentCodec`).
     """
 
-    seed: int
-    index: jax.Array | None  # type: ignore[assignment]
+    def noise(use: NoiseUse) -> jax.Array:
+        own = rounding.fold(seed, use)
+        if antithetic and use is not NoiseUse.MASTER:
+            return rounding.paired(own, count, numbers())
+        return rounding.uniform(rounding.fold(own, count), numbers())
 
-    def noise(self, use: NoiseUse, count: jax.Array, antithetic: bool = False) -> jax.Array:
-        """float32 in [0, 1) for every element: a pure function of (step, leaf, element, use)."""
-        assert self.index is not None
-        seed = rounding.fold(self.seed, use)
-        if antithetic:
-            return rounding.paired(seed, count, self.index)
-        return rounding.uniform(rounding.fold(seed, count), self.index)
+    return noise
 
 
 def _load(stored: Stored, spec: QuantSpec | None, axes: Axes) -> jax.Array:
@@ -124,22 +135,22 @@ def decode(stored: Moments, codec: MomentCodec, axes: Axes) -> Moments:
     return Moments(jnp.where(nu > 0, mu, 0.0), nu)
 
 
-def encode(moments: Moments, codec: MomentCodec, axes: Axes, still: jax.Array, count: jax.Array, elements: Elements) -> Moments:
+def encode(moments: Moments, codec: MomentCodec, axes: Axes, still: jax.Array, noise: Noise) -> Moments:
     """Both moments as the codec stores them.
 
     Args:
       moments: float32, finite.
-      still: which elements had a gradient of exactly 0. Their mu only decays; it is rounded towards zero, which it reaches in
-        some tens of steps, and from then on their nu widens the range of its group no further than `NU_REACH`.
-      count: the step.
-      elements: for stochastic rounding.
+      codec: how they are stored.
+      axes: along which groups lie.
+      still: which elements had a gradient of exactly 0. Their mu only decays. It is rounded towards zero, which it reaches in
+        some tens of steps; from then on their nu widens the range of its group no further than `NU_REACH`.
+      noise: for stochastic rounding.
     """
 
     def store(x: jax.Array, spec: QuantSpec | None, use: NoiseUse, idle: DecayOnly) -> Stored:
         if spec is None:
             return x
-        noise = elements.noise(use, count, codec.antithetic) if spec.rounding is Rounding.STOCHASTIC else None
-        return encode_groups(x, spec, axes, noise, idle)
+        return encode_groups(x, spec, axes, noise(use) if spec.rounding is Rounding.STOCHASTIC else None, idle)
 
     nu = store(moments.nu, codec.nu, NoiseUse.NU, DecayOnly(moments.mu == 0, *NU_REACH))
     mu = moments.mu
@@ -162,22 +173,35 @@ def adam(grad: jax.Array, old: Moments, hyper: Hyper) -> tuple[jax.Array, Moment
 
 
 def step(
-    grad: jax.Array, stored: Moments, codec: MomentCodec, axes: Axes, hyper: Hyper, elements: Elements
-) -> tuple[jax.Array, Moments]:
-    """One step of some groups: decode, Adam, encode. Returns the direction (float32) and the moments to keep."""
-    direction, moments = adam(grad, decode(stored, codec, axes), hyper)
-    return direction, encode(moments, codec, axes, grad == 0, hyper.count, elements)
+    grad: jax.Array,
+    stored: Moments,
+    codec: MomentCodec,
+    axes: Axes,
+    hyper: Hyper,
+    noise: Noise,
+    follow: Callable[[jax.Array], Any] = lambda direction: direction,
+) -> tuple[Any, Moments]:
+    """One step of some groups, in the one order that plain JAX, the kernel and the studies share.
+
+    Args:
+      grad: of any floating dtype.
+      stored: the moments as they are kept.
+      codec, axes, noise: as in `encode`.
+      hyper: the scalars of the step.
+      follow: what comes of the direction (float32): itself, or the next weight.
+
+    Returns:
+      What `follow` returns, and the moments to keep.
+    """
+    direction, moments = adam(grad.astype(jnp.float32), decode(stored, codec, axes), hyper)
+    followed = follow(direction)  # before encoding: what only a weight needs has then left a kernel's registers
+    return followed, encode(moments, codec, axes, grad == 0, noise)
 
 
-def follow(value: jax.Array, direction: jax.Array, rate: Rate, hyper: Hyper) -> jax.Array:
-    """The next weight in float32, with the operations of optax.adamw and optax.apply_updates in their order."""
+def next_weight(weight: Weight, direction: jax.Array, keep: Master | None, rate: Rate, hyper: Hyper, noise: Noise) -> Weight:
+    """The next weight as it is kept, with the operations of optax.adamw and optax.apply_updates in their order."""
+    value = master.load(weight)
     decayed = direction + hyper.rounded(rate.weight_decay * value)
-    return value + hyper.rounded(-rate.learning_rate * decayed)
-
-
-def update_weight(
-    weight: Weight, direction: jax.Array, keep: Master | None, rate: Rate, hyper: Hyper, elements: Elements
-) -> Weight:
-    """The next weight as it is kept."""
-    noise = elements.noise(NoiseUse.MASTER, hyper.count) if master.needs_noise(keep) else None
-    return master.store(follow(master.load(weight), direction, rate, hyper), weight.param, keep, noise)
+    value = value + hyper.rounded(-rate.learning_rate * decayed)
+    bits = noise(NoiseUse.MASTER) if master.needs_noise(weight.param, keep) else None
+    return master.store(value, weight.param, keep, bits)

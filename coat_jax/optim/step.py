@@ -1,18 +1,20 @@
-"""One step of one leaf: arrays as they are kept on one side, group math on the other."""
+"""One step of leaves in plain JAX: arrays as they are kept on one side, group math on the other."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from coat_jax.optim import leaves, master, moments
+from coat_jax.optim import moments
 from coat_jax.optim.codecs import FLOAT32, MomentCodec
+from coat_jax.optim.leaves import leaf_seed
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.moments import Elements, Hyper, Moments, Rate
+from coat_jax.optim.moments import Hyper, Moments, Noise, Rate
+from coat_jax.optim.sharding import sharding_of_groups
 from coat_jax.quant import Groups, PerGroup, PerTensor, QuantizedArray, QuantSpec, rounding
 from coat_jax.quant.formats import TINY
 from coat_jax.quant.quantize import merge_codes, split_codes
@@ -21,36 +23,48 @@ FLOAT = np.dtype(np.float32)
 
 
 class Leaf(NamedTuple):
-    """Which leaf, or which row of a leaf that a scan over layers stacks, is updated.
+    """What one leaf of the parameters brings to a step.
 
     Attributes:
-      name: its path in the parameter tree, such as "layers/mlp/kernel". The seed of its random bits.
-      row: None for a whole leaf; else the row, along the first axis of the stacked leaf, that the arrays are. Its random bits
-        are those that this row gets in an update of the whole.
+      grad: its gradient.
+      mu, nu: its moments as they are kept.
+      weight: its weight as it is kept; None where only a direction is asked for.
+      rate: how far the weight follows the direction; None likewise.
+      row: None for a whole leaf; else the number of the row, along the first axis of a leaf that a scan over layers stacks,
+        that these arrays are. Its random bits are those that the row gets in a step of the whole.
     """
 
-    name: str
+    grad: jax.Array
+    mu: Any
+    nu: Any
+    weight: Weight | None = None
+    rate: Rate | None = None
     row: jax.Array | int | None = None
 
-    @property
-    def seed(self) -> int:
-        """The seed of the leaf's random bits."""
-        return leaves.leaf_seed(self.name)
 
-    def offset(self, shape: tuple[int, ...]) -> jax.Array | int:
-        """The number, in the whole leaf, of the first element of arrays of `shape`."""
-        if self.row is None:
-            return 0
-        return jnp.asarray(self.row, jnp.uint32) * jnp.uint32(np.prod(shape, dtype=np.uint64) % 2**32)
+def first_number(shape: tuple[int, ...], row: jax.Array | int | None) -> jax.Array | int:
+    """The number, in the whole leaf, of the first element of arrays of `shape` that are its row `row`.
 
-    def elements(self, shape: tuple[int, ...], groups: Groups, needed: bool) -> Elements:
-        """The random bits' numbering of arrays of `shape` seen as `groups`."""
-        if not needed:
-            return Elements(self.seed, None)
-        return Elements(self.seed, groups.split(rounding.element_index(shape, self.offset(shape))))
+    A leaf (32, 4, 6) numbers its elements 0 to 767. Row 2, given as arrays (1, 4, 6), has 24 elements and begins at
+    2 * 24 = 48. Its random bits are a hash of (seed of the leaf, step, 48 + i), which an update of the whole computes too: so
+    a row updated inside the backward pass gets the same bytes.
+    """
+    if row is None:
+        return 0
+    return jnp.asarray(row, jnp.uint32) * jnp.uint32(np.prod(shape, dtype=np.uint64) % 2**32)
 
 
-def codec_of(codec: MomentCodec, mu: Any, nu: Any) -> MomentCodec:
+def noise_of_leaf(name: str, codec: MomentCodec, groups: Groups, row: jax.Array | int | None, count: jax.Array) -> Noise:
+    """The random bits of the leaf called `name`, or of its row `row`, laid out by `groups`."""
+
+    @functools.cache
+    def numbers() -> jax.Array:
+        return groups.split(rounding.element_index(groups.shape, first_number(groups.shape, row)))
+
+    return moments.noise_of(leaf_seed(name), numbers, count, codec.antithetic)
+
+
+def codec_of(codec: MomentCodec, mu: Any, nu: Any, operation: str = "coat_adamw") -> MomentCodec:
     """The codec of a leaf by what it keeps: `codec` along the leaf's axis, or FLOAT32.
 
     Raises:
@@ -64,7 +78,7 @@ def codec_of(codec: MomentCodec, mu: Any, nu: Any) -> MomentCodec:
     for name, spec, wanted in zip(("mu", "nu"), specs, (own.mu, own.nu), strict=True):
         if spec != wanted:
             raise ValueError(
-                f"coat_adamw: the state keeps {name} as {spec or 'float32'}, the codec as {wanted or 'float32'}; "
+                f"{operation}: the state keeps {name} as {spec or 'float32'}, the codec as {wanted or 'float32'}; "
                 "use the codec that the state was made with"
             )
     return own
@@ -86,14 +100,15 @@ def revive(stored: Any, spec: QuantSpec | None) -> Any:
     return QuantizedArray(payload, scale, stored.get("exponent"), spec, FLOAT)
 
 
-def zeros(shape: tuple[int, ...], spec: QuantSpec | None) -> QuantizedArray | jax.Array:
-    """A moment of zeros: float32, or as `spec` stores it."""
+def zeros(like: Any, spec: QuantSpec | None) -> QuantizedArray | jax.Array:
+    """A moment of zeros for the parameter `like`: float32, or as `spec` stores it. It lies where the parameter lies."""
     if spec is None:
-        return jnp.zeros(shape, FLOAT)
-    scale_shape = Groups.of(spec.granularity, shape).scale_shape
-    exponent = jnp.ones(scale_shape, jnp.uint8) if spec.has_exponent else None
-    payload, scale = jnp.zeros(shape, spec.format.dtype), jnp.full(scale_shape, TINY, spec.scale_dtype)
-    return QuantizedArray(payload, scale, exponent, spec, FLOAT)
+        return jnp.zeros_like(like, FLOAT)
+    scale_shape = Groups.of(spec.granularity, like.shape).scale_shape
+    place = sharding_of_groups(like, scale_shape)
+    exponent = jnp.ones(scale_shape, jnp.uint8, device=place) if spec.has_exponent else None
+    scale = jnp.full(scale_shape, TINY, spec.scale_dtype, device=place)
+    return QuantizedArray(jnp.zeros_like(like, spec.format.dtype), scale, exponent, spec, FLOAT)
 
 
 def groups_of(codec: MomentCodec, shape: tuple[int, ...]) -> Groups:
@@ -121,86 +136,89 @@ ROWS_APART = 2**24
 """Elements from which on a leaf that stacks layers is updated row by row, so that temporaries are those of one row."""
 
 
-def is_stack(grad: jax.Array, leaf: Leaf) -> bool:
+def is_stack(leaf: Leaf) -> bool:
     """Whether a leaf is updated row by row of its first axis."""
-    return leaf.row is None and grad.ndim > 2 and grad.size >= ROWS_APART
+    return leaf.row is None and leaf.grad.ndim > 2 and leaf.grad.size >= ROWS_APART
 
 
-def in_rows(step: Callable[[jax.Array, Any, Leaf], Any], grad: jax.Array, kept: Any, leaf: Leaf) -> Any:
-    """step(grad, kept, leaf) taken for one row of the first axis after another, with the bits of the whole.
+def in_rows(step: Callable[[Leaf], Any], leaf: Leaf) -> Any:
+    """step(leaf) taken for one row of the first axis after another, with the bits of the whole.
 
-    `kept`, what the step returns anew, is written in place.
+    What the step returns, (weight or direction, mu, nu), is written in place of what was.
     """
+    first = jnp.zeros(leaf.grad.shape, FLOAT) if leaf.weight is None else leaf.weight
 
     def row(i: jax.Array, kept: Any) -> Any:
-        here, kept_here = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), (grad, kept))
-        new = step(here, kept_here, Leaf(leaf.name, i))
+        grad, (weight, mu, nu) = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), (leaf.grad, kept))
+        new = step(Leaf(grad, mu, nu, None if leaf.weight is None else weight, leaf.rate, i))
         return jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, i, 0), kept, new)
 
-    return jax.lax.fori_loop(0, grad.shape[0], row, kept)
+    return jax.lax.fori_loop(0, leaf.grad.shape[0], row, (first, leaf.mu, leaf.nu))
 
 
-def in_turn(leaf: Any, last: Any) -> tuple[Any, Any]:
-    """What a leaf is updated from, and what the last one keeps, the first available only after the second.
+def in_turn(leaves: list[Leaf], last: list[Any]) -> tuple[list[Leaf], list[Any]]:
+    """Leaves that can begin only when the last result is there.
 
     Leaves do not depend on each other, and a compiler that begins all of them before it ends one holds float32 copies of all.
     """
-    return jax.lax.optimization_barrier((leaf, last))
+    if not last:
+        return leaves, last
+    inputs, last = jax.lax.optimization_barrier(([leaf[:3] for leaf in leaves], last))
+    return [leaf._replace(grad=g, mu=mu, nu=nu) for (g, mu, nu), leaf in zip(inputs, leaves, strict=True)], last
 
 
-class Adam(NamedTuple):
-    """Adam's numbers as they were given: Python floats, or arrays where a schedule drives them."""
+@jax.custom_jvp
+def first_order(x: jax.Array) -> jax.Array:
+    """x itself, where nobody differentiates.
 
-    b1: jax.typing.ArrayLike
-    b2: jax.typing.ArrayLike
-    eps: jax.typing.ArrayLike
-    eps_root: jax.typing.ArrayLike
+    Rounding to one byte, and the bit operations that make a step give the same bits in every program, have derivatives of 0,
+    which would be wrong in silence.
+
+    Raises:
+      TypeError: a program that differentiates through it.
+    """
+    return x
 
 
-class LeafUpdate(NamedTuple):
-    """One step of an optimizer, ready to take any of its leaves.
+@first_order.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "coat_adamw: a derivative through its step is asked for, and rounding to one byte has none; "
+        "put jax.lax.stop_gradient around what it gets, or use optax.adamw"
+    )
 
-    Attributes:
+
+def step_leaf(leaf: Leaf, name: str, codec: MomentCodec, keep: Master | None, hyper: Hyper) -> tuple[Any, Any, Any]:
+    """One step of the leaf called `name`: its next weight, or its direction (float32) where it has none, and mu and nu to keep.
+
+    Args:
       codec: of the optimizer; a leaf uses it, along its own axis, where its moments are quantized.
-      master: how bfloat16 parameters are kept.
+      keep: how bfloat16 parameters are kept.
       hyper: the scalars of the step.
     """
+    leaf = leaf._replace(mu=revive(leaf.mu, codec.mu), nu=revive(leaf.nu, codec.nu))
+    if is_stack(leaf):
+        return in_rows(lambda row: step_leaf(row, name, codec, keep, hyper), leaf)
+    codec = codec_of(codec, leaf.mu, leaf.nu)
+    groups = groups_of(codec, leaf.grad.shape)
+    noise = noise_of_leaf(name, codec, groups, leaf.row, hyper.count)
 
-    codec: MomentCodec
-    master: Master | None
-    hyper: Hyper
+    def follow(direction: jax.Array) -> Any:
+        if leaf.weight is None or leaf.rate is None:
+            return direction
+        return moments.next_weight(jax.tree.map(groups.split, leaf.weight), direction, keep, leaf.rate, hyper, noise)
 
-    @classmethod
-    def at(cls, count: jax.Array, adam: Adam, codec: MomentCodec, master: Master | None = None) -> "LeafUpdate":
-        """The step after `count` steps."""
-        return cls(codec, master, Hyper.of(optax.safe_increment(count), *adam))
+    stored = Moments(split(leaf.mu, groups), split(leaf.nu, groups))
+    followed, kept = moments.step(groups.split(leaf.grad), stored, codec, groups.axes, hyper, noise, follow)
+    return jax.tree.map(groups.merge, followed), merge(kept.mu, groups, codec.mu), merge(kept.nu, groups, codec.nu)
 
-    def direction(self, grad: jax.Array, mu: Any, nu: Any, leaf: Leaf) -> tuple[jax.Array, Any, Any]:
-        """The update direction of a leaf (float32), and its mu and nu to keep."""
-        mu, nu = revive(mu, self.codec.mu), revive(nu, self.codec.nu)
-        if is_stack(grad, leaf):
-            start = (jnp.zeros(grad.shape, FLOAT), mu, nu)
-            return in_rows(lambda grad, kept, leaf: self.direction(grad, kept[1], kept[2], leaf), grad, start, leaf)
-        groups, _, direction, mu, nu = self._moments(grad, mu, nu, leaf)
-        return groups.merge(direction), mu, nu
 
-    def update(self, grad: jax.Array, mu: Any, nu: Any, weight: Weight, rate: Rate, leaf: Leaf) -> tuple[Weight, Any, Any]:
-        """The next weight of a leaf, and its mu and nu to keep, in one pass."""
-        mu, nu = revive(mu, self.codec.mu), revive(nu, self.codec.nu)
-        if is_stack(grad, leaf):
-            return in_rows(
-                lambda grad, kept, leaf: self.update(grad, kept[1], kept[2], kept[0], rate, leaf), grad, (weight, mu, nu), leaf
-            )
-        groups, elements, direction, mu, nu = self._moments(grad, mu, nu, leaf)
-        old = jax.tree.map(groups.split, weight)
-        new = moments.update_weight(old, direction, self.master, rate, self.hyper, elements)
-        return jax.tree.map(groups.merge, new), mu, nu
-
-    def _moments(self, grad: jax.Array, mu: Any, nu: Any, leaf: Leaf) -> tuple[Groups, Elements, jax.Array, Any, Any]:
-        """The groups of a leaf, their elements and their direction, and the leaf's mu and nu to keep."""
-        codec = codec_of(self.codec, mu, nu)
-        groups = groups_of(codec, grad.shape)
-        elements = leaf.elements(grad.shape, groups, codec.stochastic or master.needs_noise(self.master))
-        stored = Moments(split(mu, groups), split(nu, groups))
-        direction, kept = moments.step(groups.split(grad.astype(jnp.float32)), stored, codec, groups.axes, self.hyper, elements)
-        return groups, elements, direction, merge(kept.mu, groups, codec.mu), merge(kept.nu, groups, codec.nu)
+def step_leaves(
+    leaves: Sequence[Leaf], names: Sequence[str], codec: MomentCodec, keep: Master | None, hyper: Hyper
+) -> list[tuple[Any, Any, Any]]:
+    """`step_leaf` of one leaf after another."""
+    done: list[Any] = []
+    for leaf, name in zip(leaves, names, strict=True):
+        [leaf], done[-1:] = in_turn([leaf], done[-1:])
+        done.append(step_leaf(leaf, name, codec, keep, hyper))
+    return done

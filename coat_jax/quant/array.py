@@ -68,7 +68,7 @@ class QuantizedArray:
 
     def __repr__(self) -> str:
         shape = getattr(self.payload, "shape", None)  # tree functions put anything in the leaves
-        return f"QuantizedArray({self.dtype}{[] if shape is None else list(shape)} as {self.spec})"
+        return f"QuantizedArray({self.dtype}{list(shape) if isinstance(shape, tuple) else []} as {self.spec})"
 
     def tree_flatten_with_keys(self):
         """Leaves payload, scale, exponent, each under its name; spec and dtype are static."""

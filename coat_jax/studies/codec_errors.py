@@ -12,7 +12,7 @@ import numpy as np
 
 from coat_jax.optim import moments
 from coat_jax.optim.codecs import GROUP, MomentCodec
-from coat_jax.optim.moments import Elements, Hyper, Moments
+from coat_jax.optim.moments import Hyper, Moments
 from coat_jax.optim.step import split, zeros
 from coat_jax.quant import Groups, rounding
 
@@ -69,7 +69,7 @@ def run_cases(codec: MomentCodec, cases: Any, steps: int, groups: int) -> Outcom
     """Runs the cases (a `Experiment` of arrays) for `steps` steps on `groups` groups each."""
     layout = Groups.of(GROUP, (groups, GROUP.size))
     shape = layout.split_shape
-    elements = Elements(1, rounding.element_index(shape))
+    numbers = functools.partial(rounding.element_index, shape)
     changed = jnp.arange(GROUP.size) % 2 == 0
     key = jax.random.key(0)
 
@@ -81,20 +81,23 @@ def run_cases(codec: MomentCodec, cases: Any, steps: int, groups: int) -> Outcom
             own = jnp.where(changed & (count > case.after), scale * case.factor, scale)
             grad = own * jax.random.normal(jax.random.fold_in(key, count), shape)
             hyper = Hyper.of(count, 0.9, case.b2, EPS, 0.0)
-            update, kept = moments.adam(grad, moments.decode(stored, codec, (-1,)), hyper)
+            noise = moments.noise_of(1, numbers, count, codec.antithetic)
+            update, stored = moments.step(grad, stored, codec, (-1,), hyper, noise)
             want, truth = moments.adam(grad, truth, hyper)
-            stored = moments.encode(kept, codec, (-1,), grad == 0, count, elements)
             late = (count > case.after + GRACE) & (count <= case.after + LAST)
             moved = tuple(m + jnp.where(late, u, 0.0) for m, u in zip(moved, (update, want), strict=True))
             sums = (jnp.sum(_halves(x) ** 2, 0) for x in (update - want, want))
             return (stored, truth, moved), tuple(sums)
 
         none = jnp.zeros(shape)
-        start = Moments(*(split(zeros(layout.shape, spec), layout) for spec in (codec.mu, codec.nu)))
+        start = Moments(
+            *(split(zeros(jax.ShapeDtypeStruct(layout.shape, jnp.float32), spec), layout) for spec in (codec.mu, codec.nu))
+        )
         carry = (start, Moments(none, none), (none, none))
         (stored, truth, moved), (error, power) = jax.lax.scan(step, carry, jnp.arange(1, steps + 1))
         nu = moments.decode(stored, codec, (-1,)).nu
-        once = moments.encode(truth, codec, (-1,), jnp.zeros(shape, bool), jnp.int32(steps), elements)
+        noise = moments.noise_of(1, numbers, jnp.int32(steps), codec.antithetic)
+        once = moments.encode(truth, codec, (-1,), jnp.zeros(shape, bool), noise)
         off = _direction(moments.decode(once, codec, (-1,))) - _direction(truth)
         one_shot = jnp.linalg.norm(off) / jnp.linalg.norm(_direction(truth))
         excess = _halves(jnp.abs(moved[0]) - jnp.abs(moved[1]))[:, 0]

@@ -79,9 +79,9 @@ def test_betas_in_bfloat16_are_refused():
     params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
     inject = optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS)
     with pytest.raises(TypeError, match="b1 has dtype bfloat16.*hyperparam_dtype=jnp.float32"):
-        inject(1e-3).init(params)
+        inject(1e-3, b1=0.9).init(params)
     optimizer = optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS, hyperparam_dtype=jnp.float32)(
-        1e-3, master="bf16+8"
+        1e-3, b1=0.9, b2=0.999, master="bf16+8"
     )
     updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
     assert jnp.isfinite(updates["w"]).all()

@@ -63,7 +63,7 @@ def test_masked_and_multi_transform(expected):
 
 def test_inject_hyperparams(expected):
     schedule = optax.constant_schedule(1e-2)
-    optimizer = optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS)(schedule, b2=0.95, codec=codecs.COAT)
+    optimizer = optax.inject_hyperparams(coat_adamw, static_args=STATIC_ARGS)(schedule, b1=0.9, b2=0.95, codec=codecs.COAT)
     params, state = run(optimizer)
     close(params, expected, atol=2e-5)  # betas are float32 arrays here, Python floats there
     assert set(state.hyperparams) >= {"learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay"}

@@ -6,28 +6,30 @@ import pytest
 
 from coat_jax import codecs
 from coat_jax.optim import step
-from coat_jax.optim.step import Adam, Leaf, LeafUpdate, in_rows, zeros
+from coat_jax.optim.moments import Hyper
+from coat_jax.optim.step import Leaf, in_rows, step_leaf, zeros
 
 
 @pytest.mark.parametrize("codec", [codecs.COAT, codecs.PLAIN_FP8])
 def test_rows_of_a_stack_have_the_bits_of_the_whole(codec):
     grad = jax.random.normal(jax.random.key(0), (3, 16, 128)) * jnp.geomspace(1e-6, 1.0, 128)
-    stepper = LeafUpdate.at(jnp.int32(4), Adam(0.9, 0.999, 1e-8, 0.0), codec)
-    mu, nu = (zeros(grad.shape, spec) for spec in (codec.mu, codec.nu))
-    whole = jax.jit(lambda *args: stepper.direction(*args, Leaf("layers/kernel")))(grad, mu, nu)
+    mu, nu = (zeros(grad, spec) for spec in (codec.mu, codec.nu))
 
-    def rows(grad, mu, nu):
-        start = (jnp.zeros_like(grad), mu, nu)
-        return in_rows(lambda g, kept, leaf: stepper.direction(g, *kept[1:], leaf), grad, start, Leaf("layers/kernel"))
+    def one(leaf):
+        return step_leaf(leaf, "layers/kernel", codec, None, Hyper.of(jnp.int32(5), 0.9, 0.999, 1e-8, 0.0))
 
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(jax.jit(rows)(grad, mu, nu)), strict=True):
+    whole = jax.jit(one)(Leaf(grad, mu, nu))
+    rows = jax.jit(lambda leaf: in_rows(one, leaf))(Leaf(grad, mu, nu))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(rows), strict=True):
         assert a.dtype == b.dtype
         assert bool((a == b).all())
 
 
 def test_only_large_stacks_go_by_rows():
-    large = jax.ShapeDtypeStruct((2, step.ROWS_APART // 2, 1), jnp.float32)
-    assert step.is_stack(large, Leaf("w"))
-    assert not step.is_stack(large, Leaf("w", 0))  # already a row
-    assert not step.is_stack(jax.ShapeDtypeStruct((step.ROWS_APART, 1), jnp.float32), Leaf("w"))  # no stack
-    assert not step.is_stack(jax.ShapeDtypeStruct((2, 8, 128), jnp.float32), Leaf("w"))
+    def is_stack(*shape, row=None):
+        return step.is_stack(Leaf(jax.ShapeDtypeStruct(shape, jnp.float32), None, None, row=row))
+
+    assert is_stack(2, step.ROWS_APART // 2, 1)
+    assert not is_stack(2, step.ROWS_APART // 2, 1, row=0)  # already a row
+    assert not is_stack(step.ROWS_APART, 1)  # no stack
+    assert not is_stack(2, 8, 128)
