@@ -9,7 +9,7 @@ from flax.linen import initializers
 
 from coat_jax import recipes
 from coat_jax.linen.parameters import Kernels, WithRecipe, declare_kernels
-from coat_jax.ops import Norm, Prologue, Recipe, blocks
+from coat_jax.ops import NormKind, Prologue, Recipe, blocks
 
 
 class NormScale(nn.Module):
@@ -31,7 +31,7 @@ class NormScale(nn.Module):
     @nn.compact
     def __call__(self, features: int) -> dict[str, jax.Array]:
         """{"scale": (features,)}, or {}."""
-        if Norm.resolve(self.kind) is Norm.LAYER:
+        if NormKind.resolve(self.kind) is NormKind.LAYER:
             return {}
         return {"scale": self.param("scale", nn.initializers.ones, (features,), self.param_dtype)}
 

@@ -21,7 +21,7 @@ from flax import linen as nn
 
 from coat_jax import ops, recipes
 from coat_jax.linen import FP8Embed, Kernel, NormScale, WithRecipe, declare_block
-from coat_jax.ops import Norm, Recipe
+from coat_jax.ops import NormKind, Recipe
 from coat_jax.parallel import batch_sharded, batch_shards
 
 LOSS_CHUNK = 1024
@@ -64,7 +64,7 @@ class Config:
         for name in ("vocab_size", "hidden", "intermediate", "layers", "heads", "kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"llama.Config: {name}={getattr(self, name)}; use 1 or more")
-        object.__setattr__(self, "norm", Norm.resolve(self.norm))
+        object.__setattr__(self, "norm", NormKind.resolve(self.norm))
         if self.hidden % (2 * self.heads):
             raise ValueError(f"llama.Config: hidden={self.hidden} over heads={self.heads}; each head needs an even width")
         if self.heads % self.kv_heads:

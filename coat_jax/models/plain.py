@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
 
 def norm(config: llama.Config, name: str | None = None) -> nn.Module:
     """The norm that the configuration names; a LayerNorm has no parameters, as in OLMo."""
-    if config.norm == ops.Norm.LAYER:
+    if config.norm == ops.NormKind.LAYER:
         return nn.LayerNorm(config.norm_eps, dtype=config.dtype, use_bias=False, use_scale=False, name=name)
     return RMSNorm(config, name=name)
 

@@ -8,7 +8,7 @@ from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.embedding import embedding
 from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.loss import cross_entropy
-from coat_jax.ops.norm import Norm, layer_norm, normalize_layer, normalize_rms, rms_norm
+from coat_jax.ops.norm import NormKind, layer_norm, normalize_layer, normalize_rms, rms_norm
 from coat_jax.ops.norm_kernels import NormFunction
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
@@ -18,7 +18,7 @@ __all__ = [
     "STASH",
     "CodedWeight",
     "Elementwise",
-    "Norm",
+    "NormKind",
     "Prologue",
     "Recipe",
     "NormFunction",

@@ -14,7 +14,7 @@ from coat_jax.ops.activation import add, gate_silu, gelu_function
 from coat_jax.ops.attention import attention_linear
 from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.linear import Prologue, linear
-from coat_jax.ops.norm import Norm, normalize_layer, normalize_rms
+from coat_jax.ops.norm import NormKind, normalize_layer, normalize_rms
 from coat_jax.ops.norm_kernels import NormFunction
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
@@ -57,7 +57,7 @@ class BlockSizes(AttentionSizes, Protocol):
 
     @property
     def norm(self) -> str:
-        """A name of `Norm`: "rms", or "layer" for LayerNorm without parameters."""
+        """A name of `NormKind`: "rms", or "layer" for LayerNorm without parameters."""
         ...
 
     @property
@@ -84,7 +84,7 @@ def norm_prologue(params: Params, kind: str, eps: float, recipe: Recipe) -> Prol
       ValueError: another kind.
       KeyError: an RMSNorm without a scale.
     """
-    rms = Norm.resolve(kind) is Norm.RMS
+    rms = NormKind.resolve(kind) is NormKind.RMS
     formula = functools.partial(normalize_rms if rms else normalize_layer, eps=eps)
     return Prologue(NormFunction(formula), recipe.nonlinear_input, (params["scale"],) if rms else ())
 

@@ -12,7 +12,7 @@ from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.stash import nonlinear
 
 
-class Norm(enum.StrEnum):
+class NormKind(enum.StrEnum):
     """The norms of a Transformer block."""
 
     RMS = "rms"
@@ -21,7 +21,7 @@ class Norm(enum.StrEnum):
     """LayerNorm without parameters, as OLMo has it."""
 
     @classmethod
-    def resolve(cls, name: str) -> "Norm":
+    def resolve(cls, name: str) -> "NormKind":
         """The member of that name.
 
         Raises:
