@@ -1,23 +1,10 @@
 """COAT for JAX: FP8 optimizer states and FP8 activations for Flax and Optax.
 
-Names load on first use: `import coat_jax` reads neither Flax nor any kernel module.
+Names load on first use: `import coat_jax` reads neither JAX nor Flax nor any kernel module.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-from coat_jax.quant import (
-    E4M3,
-    E5M2,
-    PerBlock,
-    PerGroup,
-    PerTensor,
-    PowerExpansion,
-    QuantizedArray,
-    QuantSpec,
-    dequantize,
-    quantize,
-)
 
 if TYPE_CHECKING:
     from coat_jax import ops as ops
@@ -37,11 +24,31 @@ if TYPE_CHECKING:
     from coat_jax.optim import coat_adamw as coat_adamw
     from coat_jax.optim import codecs as codecs
     from coat_jax.optim import scale_by_coat_adam as scale_by_coat_adam
+    from coat_jax.quant import E4M3 as E4M3
+    from coat_jax.quant import E5M2 as E5M2
+    from coat_jax.quant import PerBlock as PerBlock
+    from coat_jax.quant import PerGroup as PerGroup
+    from coat_jax.quant import PerTensor as PerTensor
+    from coat_jax.quant import PowerExpansion as PowerExpansion
+    from coat_jax.quant import QuantizedArray as QuantizedArray
+    from coat_jax.quant import QuantSpec as QuantSpec
+    from coat_jax.quant import dequantize as dequantize
+    from coat_jax.quant import quantize as quantize
     from coat_jax.recipes import Recipe as Recipe
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "E4M3": "coat_jax.quant",
+    "E5M2": "coat_jax.quant",
+    "PerBlock": "coat_jax.quant",
+    "PerGroup": "coat_jax.quant",
+    "PerTensor": "coat_jax.quant",
+    "PowerExpansion": "coat_jax.quant",
+    "QuantizedArray": "coat_jax.quant",
+    "QuantSpec": "coat_jax.quant",
+    "dequantize": "coat_jax.quant",
+    "quantize": "coat_jax.quant",
     "codecs": "coat_jax.optim.codecs",
     "coat_adamw": "coat_jax.optim",
     "scale_by_coat_adam": "coat_jax.optim",
@@ -62,19 +69,7 @@ _HOME = {
     "FP8TransformerBlock": "coat_jax.linen",
 }
 
-__all__ = [
-    "E4M3",
-    "E5M2",
-    "PerBlock",
-    "PerGroup",
-    "PerTensor",
-    "PowerExpansion",
-    "QuantSpec",
-    "QuantizedArray",
-    "dequantize",
-    "quantize",
-    *_HOME,
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,13 +6,14 @@ at, 2 refused, 130 interrupted.
 
 import contextlib
 import errno
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from coat_jax.interrupts import heeded
+from coat_jax.interrupts import deferred, heeded
 
 EXTRAS = {"typer": "demo", "rich": "demo", "grain": "demo", "matplotlib": "demo", "flatbuffers": "plan"}
 """Packages that commands import, and the extra that installs each."""
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Without a driver, JAX's CUDA plug-in (of the `plan` extra) logs tracebacks about libraries that only a GPU needs.
             os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         with heeded() as check:
+            if not {"--help", "--version"} & set(arguments):
+                with deferred():
+                    importlib.import_module("jax")
             status = _run(arguments)
             check()
         if sys.stdout is not None:

@@ -48,3 +48,16 @@ def heeded() -> Iterator[Callable[[], None]]:
         yield noted.check
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """An interrupt within this context comes at its end: for imports of compiled modules, which do not survive one.
+
+    Threads that begin meanwhile leave interrupts to the main thread.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
