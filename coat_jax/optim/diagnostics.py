@@ -34,7 +34,7 @@ def describe_state(state: Any) -> str:
       0/count      scalar  int32                -      -     4       0.0%
       0/mu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
       0/nu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
-      quantized    100.0%  of mu and nu                       17,024  100.0%
+      quantized    100.0%  of mu and nu                      17,024  100.0%
       total                                                  17,028
     """
     rows = []
