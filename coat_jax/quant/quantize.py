@@ -9,6 +9,7 @@ import numpy as np
 from coat_jax.quant import codec, rounding
 from coat_jax.quant import per_tensor as tensor
 from coat_jax.quant.array import QuantizedArray
+from coat_jax.quant.formats import TINY
 from coat_jax.quant.granularity import Groups, PerTensor
 from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
 from coat_jax.quant.rounding import Rounding
@@ -35,6 +36,7 @@ def quantize(
     spec: QuantSpec,
     *,
     seed: jax.Array | int | None = None,
+    amax: jax.Array | None = None,
     implementation: Implementation | str | None = None,
 ) -> QuantizedArray:
     """Quantizes an array: payload = cast(x / scale), or cast(sign(x) f(|x| / amax)) with an expansion f.
@@ -43,6 +45,8 @@ def quantize(
       x: floating-point array of any shape. A NaN or an inf makes its group NaN; magnitudes under 2^-126 count as zero.
       spec: format, granularity, expansion and rounding.
       seed: uint32, for stochastic rounding: the same seed gives the same codes on any sharding.
+      amax: float32 of the scales' shape, or a scalar for one scale: the largest magnitude that each group is scaled by, instead
+        of its own, so that x is read once. Larger elements saturate. None measures it. Plain JAX only.
       implementation: "xla", "pallas", "interpret", or None to let the library choose: XLA, which fuses it with its neighbours.
 
     Returns:
@@ -50,7 +54,8 @@ def quantize(
 
     Raises:
       TypeError: x is not floating point.
-      ValueError: the granularity does not fit x's shape, or stochastic rounding without a seed.
+      ValueError: the granularity does not fit x's shape, stochastic rounding without a seed, an amax of another shape, or a
+        kernel by name with an amax.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,9 +72,11 @@ def quantize(
     if stochastic and seed is None:
         raise ValueError("quantize: the spec rounds stochastically and seed is None; give a uint32 seed, new for every call")
 
+    given = None if amax is None else _amax_of_groups(amax, groups)
+
     def encode(x, *, axes, numbers=None, scalars=(None,)):
         noise = None if numbers is None else rounding.uniform(scalars[0], numbers())
-        return tuple(part for part in codec.encode(x.astype(jnp.float32), spec, axes, noise) if part is not None)
+        return tuple(part for part in codec.encode(x.astype(jnp.float32), spec, axes, noise, amax=given) if part is not None)
 
     def plain(x, *seeds):
         numbers = lambda: groups.split(rounding.element_index(groups.shape))  # noqa: E731
@@ -91,7 +98,7 @@ def quantize(
         *seeds,
         operation="quantize",
         implementation=Implementation.XLA if implementation is None else implementation,
-        refused=_refusal(spec, groups, blocks=not stochastic),
+        refused=_refusal(spec, groups, blocks=not stochastic) if given is None else "has no kernel that is given the amax",
     )
     codes = codec.Codes(*parts, *[None] * (3 - len(parts)))
     return merge_codes(codes, groups, spec, x.dtype)
@@ -131,6 +138,19 @@ def dequantize(
         refused=_refusal(dataclasses.replace(q.spec, rounding=Rounding.NEAREST), groups, blocks=False),
     )
     return groups.merge(x)
+
+
+def _amax_of_groups(amax: jax.Array, groups: Groups) -> jax.Array:
+    """A given amax as the group math takes it, as `codec.group_amax` would measure it: at least the smallest normal number.
+
+    Raises:
+      ValueError: another shape than the scales'.
+    """
+    amax = jnp.asarray(amax, jnp.float32)
+    one = all(n == 1 for n in groups.scale_shape)
+    if amax.shape != groups.scale_shape and not (one and amax.shape == ()):
+        raise ValueError(f"quantize: amax has shape {amax.shape}; the scales have {groups.scale_shape}")
+    return jnp.maximum(amax, TINY).reshape(codec.statistic_shape(groups.split_shape, groups.axes))
 
 
 def _refusal(spec: QuantSpec, groups: Groups, *, blocks: bool) -> str | None:
