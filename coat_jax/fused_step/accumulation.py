@@ -1,20 +1,23 @@
 """Gradients of several micro-batches, summed in a scan; the last one is left to the step that uses the sums."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.fused_step.backward import Tape, weight_codes
+from coat_jax.fused_step.backward import Tape
 from coat_jax.fused_step.layered_model import Batch, LayeredModel, Params, hide, put, show, take
-from coat_jax.fused_step.weight_codes import Codes
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
     """How a batch is cut and its gradients summed: the mean over micro-batches of each one's mean.
+
+    Where the model has a `loss_weight`, micro-batches count in its proportions: two that hold 900 and 100 tokens which are no
+    padding count 1.8 and 0.2, and the mean is over tokens, as it is without micro-batches.
 
     Micro-batch j takes rows j, j + n, j + 2n, ... of the batch: one that is sharded over devices is cut without moving rows.
     The sums are one tree like the parameters; what is summed last goes straight into the update.
@@ -79,54 +82,80 @@ class Sums(NamedTuple):
       grads: of gradients, a tree like the trained parameters.
       losses: of losses.
       last: the last micro-batch.
-      codes: what the layers' weights are quantized to, for the last micro-batch too.
+      codes: of the layers' weights, for the last micro-batch too; see `LayeredModel.weight_codes`.
+      share: what the last micro-batch's loss counts, or None for 1.
     """
 
     grads: Params | None
     losses: jax.Array | None
     last: Batch
-    codes: Codes | None = None
+    codes: Any = None
+    share: jax.Array | None = None
 
 
 def fused_sums(parts: LayeredModel, params: Params, trained: Any, batch: Batch, how: Accumulation) -> Sums:
-    """The sums, each layer's added inside the backward pass: beside them no other gradients exist.
+    """The sums, each layer's added inside the backward pass: beside them no other gradients exist."""
+    rows = parts.split(params)[0]
+
+    def add_row(key: str, sums: Params, i: jax.Array, grads: Params) -> tuple[Params, None]:
+        return put(sums, how.add(take(sums, i), grads), i), None
+
+    def add(sums: Params, micro: Batch, codes: Any, share: jax.Array | None) -> tuple[Params, jax.Array]:
+        tape = Tape.record(parts, params, micro, trained, codes, share)
+        row_sums, outer_sums = parts.split(sums)
+        row_sums, _, outer = tape.walk(add_row, row_sums, lambda key, _, i: take(rows[key], i))
+        return parts.join(row_sums, how.add(outer_sums, outer)), tape.loss
+
+    return _sums(add, parts, params, trained, batch, how)
+
+
+def ordinary_sums(parts: LayeredModel, params: Params, trained: Any, batch: Batch, how: Accumulation) -> Sums:
+    """The sums, by ordinary automatic differentiation."""
+
+    def add(sums: Params, micro: Batch, codes: Any, share: jax.Array | None) -> tuple[Params, jax.Array]:
+        loss, grads = value_and_grad(parts, params, trained, micro, codes, share)
+        return how.add(sums, grads), loss
+
+    return _sums(add, parts, params, trained, batch, how)
+
+
+def value_and_grad(
+    parts: LayeredModel, params: Params, trained: Any, batch: Batch, codes: Any, share: jax.Array | None
+) -> tuple[jax.Array, Params]:
+    """The loss and the gradients of the trained parameters by `jax.value_and_grad`, both times `share`."""
+
+    def loss(shown: Params) -> jax.Array:
+        value = parts(show(trained, shown, params), batch, codes)
+        return value if share is None else value * share.astype(value.dtype)
+
+    return jax.value_and_grad(loss)(hide(trained, params))
+
+
+def _sums(
+    add: Callable[..., tuple[Params, jax.Array]],
+    parts: LayeredModel,
+    params: Params,
+    trained: Any,
+    batch: Batch,
+    how: Accumulation,
+) -> Sums:
+    """A scan over all micro-batches but the last, which adds each one's gradients to the sums.
 
     Weights are quantized once, before the first micro-batch, and their codes serve all.
     """
     if how.micro_batches == 1:
         return Sums(None, None, batch)
-    rows = params[parts.stack]
-    codes = weight_codes(parts, params, jax.tree.map(lambda x: x[0], how.cut(batch)), trained)
+    micro, shares = how.cut(batch), None
+    if parts.loss_weight is not None:
+        counts = jax.vmap(parts.loss_weight)(micro).astype(jnp.float32)
+        shares = how.micro_batches * counts / jnp.maximum(counts.sum(), jnp.finfo(jnp.float32).tiny)
+    codes = parts.weight_codes(params)
 
-    def add_row(sums: Params, i: jax.Array, grads: Params) -> tuple[Params, None]:
-        return put(sums, how.add(take(sums, i), grads), i), None
-
-    def one(carry: tuple[Params, jax.Array], micro: Batch) -> tuple[tuple[Params, jax.Array], None]:
+    def one(carry: tuple[Params, jax.Array], inputs: tuple[Batch, Any]) -> tuple[tuple[Params, jax.Array], None]:
         sums, losses = carry
-        tape = Tape.record(parts, params, micro, trained, codes)
-        row_sums, outer_sums = parts.split(sums)
-        row_sums, _, outer = tape.walk(add_row, row_sums, lambda _, i: take(rows, i))
-        return (parts.join(row_sums, how.add(outer_sums, outer)), losses + tape.loss), None
+        sums, loss = add(sums, inputs[0], codes, inputs[1])
+        return (sums, losses + loss), None
 
-    return _scan(one, hide(trained, params), batch, how)._replace(codes=codes)
-
-
-def ordinary_sums(parts: LayeredModel, params: Params, trained: Any, batch: Batch, how: Accumulation) -> Sums:
-    """The sums, by ordinary automatic differentiation."""
-    shown = hide(trained, params)
-    value_and_grad = jax.value_and_grad(lambda shown, micro: parts(show(trained, shown, params), micro))
-
-    def one(carry: tuple[Params, jax.Array], micro: Batch) -> tuple[tuple[Params, jax.Array], None]:
-        loss, grads = value_and_grad(shown, micro)
-        return (how.add(carry[0], grads), carry[1] + loss), None
-
-    return _scan(one, shown, batch, how)
-
-
-def _scan(one: Any, shown: Params, batch: Batch, how: Accumulation) -> Sums:
-    if how.micro_batches == 1:
-        return Sums(None, None, batch)
-    micro = how.cut(batch)
-    first, last = jax.tree.map(lambda x: x[:-1], micro), jax.tree.map(lambda x: x[-1], micro)
-    (sums, losses), _ = jax.lax.scan(one, (how.zeros(shown), jnp.zeros((), jnp.float32)), first)
-    return Sums(sums, losses, last)
+    first, last = (jax.tree.map(lambda x, part=part: x[part], (micro, shares)) for part in (slice(-1), -1))
+    (sums, losses), _ = jax.lax.scan(one, (how.zeros(hide(trained, params)), jnp.zeros((), jnp.float32)), first)
+    return Sums(sums, losses, last[0], codes, last[1])

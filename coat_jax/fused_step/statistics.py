@@ -1,5 +1,6 @@
 """Sums over gradients that are there for a moment: norms and non-finite counts, per layer and in all."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +28,9 @@ class Statistics(NamedTuple):
         squares = sum((jnp.sum(x * x) for x in leaves), zero)
         return cls(squares, sum((jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in leaves), zero))
 
-    def with_layers(self, layers: "Statistics") -> "Statistics":
-        """These of the outer parameters, and those of the layers, together."""
+    def with_layers(self, stacks: Mapping[str, "Statistics"]) -> "Statistics":
+        """These of the outer parameters, and those of the layers of every stack, together, in the order of the stacks."""
+        layers: Statistics = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks.values())
         return Statistics(self.squares + layers.squares.sum(), self.nonfinite + layers.nonfinite.sum(), layers)
 
     @property

@@ -126,11 +126,13 @@ def _ordinary(step: TrainingStep, params: Params, state: StepState, batch: Batch
     trained = step.trained(params)
     shown = hide(trained, params)
     sums = accumulation.ordinary_sums(step.parts, params, trained, batch, step.accumulation)
-    loss, grads = jax.value_and_grad(lambda shown: step.parts(show(trained, shown, params), sums.last))(shown)
+    loss, grads = accumulation.value_and_grad(step.parts, params, trained, sums.last, sums.codes, sums.share)
     grads = step.accumulation.mean(sums.grads, grads)
     loss = step.accumulation.mean_loss(sums.losses, loss)
     rows, outer = step.parts.split(grads)
-    statistics = Statistics.of(outer).with_layers(jax.vmap(Statistics.of)(rows))
+    depths = step.parts.layers(params)  # said, as a frozen stack has no array that would tell it
+    layers = {key: jax.vmap(Statistics.of, axis_size=depths[key])(some) for key, some in rows.items()}
+    statistics = Statistics.of(outer).with_layers(layers)
     scale, taken = step.clip_scale(statistics.norm, state), step.taken(loss, statistics)
     optimizer = RowOptimizer.of(step.optimizer, state.optimizer)
     new = optimizer.apply(_scaled(grads, scale), state.optimizer, shown)
@@ -143,21 +145,23 @@ def _fused(step: TrainingStep, params: Params, state: StepState, batch: Batch) -
     optimizer = RowOptimizer.of(step.optimizer, state.optimizer)
     whole_tree.refuse_by_dependence(step.optimizer, state.optimizer, hide(trained, params))
     sums = accumulation.fused_sums(parts, params, trained, batch, step.accumulation)
-    tape = Tape.record(parts, params, sums.last, trained, sums.codes)
+    tape = Tape.record(parts, params, sums.last, trained, sums.codes, sums.share)
     loss = step.accumulation.mean_loss(sums.losses, tape.loss)
     row_sums, outer_sums = (None, None) if sums.grads is None else parts.split(sums.grads)
 
-    def gradients(i: jax.Array, grads: Params) -> Params:
-        return step.accumulation.mean(None if row_sums is None else take(row_sums, i), grads)
+    def gradients(key: str, i: jax.Array, grads: Params) -> Params:
+        return step.accumulation.mean(None if row_sums is None else take(row_sums[key], i), grads)
 
     def outer_gradients(grads: Params) -> Params:
         return step.accumulation.mean(outer_sums, grads)
 
     before = None
     if step.skip is Skip.GRADIENTS or (step.clip is not None and step.clip.norm is Norm.EXACT):
-        rows = params[parts.stack]
+        rows = parts.split(params)[0]
         _, layers, outer = tape.walk(
-            lambda carry, i, grads: (carry, Statistics.of(gradients(i, grads))), (), lambda carry, i: take(rows, i)
+            lambda key, carry, i, grads: (carry, Statistics.of(gradients(key, i, grads))),
+            dict.fromkeys(rows, ()),
+            lambda key, carry, i: take(rows[key], i),
         )
         before = Statistics.of(outer_gradients(outer)).with_layers(layers)
     scale = step.clip_scale(None if before is None else before.norm, state)
@@ -180,32 +184,42 @@ class Update:
     def run(self, tape: Tape, params: Params, state: Any, gradients: Callable, outer_gradients: Callable) -> Any:
         """Parameters, optimizer state and statistics after the walk."""
         parts, optimizer, trained = self.parts, self.optimizer, self.trained
-        is_row = parts.is_row(params)
-        in_stack = jax.tree.map(lambda shown, row: shown and row, trained, is_row)
-        outside = jax.tree.map(lambda shown, row: shown and not row, trained, is_row)
-        row_state = optimizer.hide(in_stack, state)
-        optimizer.check_rows(row_state, tape.layers)
-        no_outer = jax.tree.map(lambda _: optax.MaskedNode(), parts.split(params)[1])
+        rows, outer = parts.split(params)
+        nothing = hide(jax.tree.map(lambda _: False, params), params)
+        inside = {key: _both(trained, parts.is_row(params, key)) for key in rows}
+        outside = _both(trained, jax.tree.map(lambda row: not row, parts.is_row(params)))
 
-        def visit(carry: Any, i: jax.Array, grads: Params) -> tuple[Any, Statistics]:
+        def visit(key: str, carry: Any, i: jax.Array, grads: Params) -> tuple[Any, Statistics]:
             rows, states = carry
-            grads = gradients(i, grads)
-            old = parts.join(hide(trained[parts.stack], take(rows, i)), no_outer), optimizer.take(states, i)
-            new = optimizer.apply(_scaled(parts.join(grads, no_outer), self.scale), old[1], old[0], row=i)
+            grads = gradients(key, i, grads)
+            old = {**nothing, key: hide(trained[key], take(rows, i))}, optimizer.take(states, i)
+            new = optimizer.apply(_scaled({**nothing, key: grads}, self.scale), old[1], old[0], row=i)
             new_params, new_state = select(self.taken, new, old)
-            new_row = show(trained[parts.stack], new_params[parts.stack], take(rows, i))
+            new_row = show(trained[key], new_params[key], take(rows, i))
             return (put(rows, new_row, i), optimizer.put(states, new_state, i)), Statistics.of(grads)
 
-        carry = (params[parts.stack], row_state)
-        (rows, row_state), layers, outer_grads = tape.walk(visit, carry, lambda carry, i: take(carry[0], i))
+        carries = {}
+        for key, depth in parts.layers(params).items():
+            carries[key] = rows[key], optimizer.hide(inside[key], state)
+            optimizer.check_rows(carries[key][1], depth)
+        carries, layers, outer_grads = tape.walk(visit, carries, lambda key, carry, i: take(carry[0], i))
         outer_grads = outer_gradients(outer_grads)
-        no_rows = jax.tree.map(lambda _: optax.MaskedNode(), params[parts.stack])
         old = hide(outside, params), optimizer.hide(outside, state)
-        new = optimizer.apply(_scaled(parts.join(no_rows, outer_grads), self.scale), old[1], old[0])
+        new = optimizer.apply(_scaled({**nothing, **outer_grads}, self.scale), old[1], old[0])
         new_params, new_state = select(self.taken, new, old)
         outer = parts.split(show(outside, new_params, params))[1]
+        # Each stack's state has its own parameters' moments; counters come from the last update, that of the outer parameters.
+        merged = new_state
+        for key in carries:
+            merged = optimizer.show(inside[key], carries[key][1], merged)
         statistics = Statistics.of(outer_grads).with_layers(layers)
-        return parts.join(rows, outer), optimizer.show(outside, new_state, row_state), statistics
+        joined = parts.join({key: carry[0] for key, carry in carries.items()}, outer)
+        return joined, optimizer.show(outside, new_state, merged), statistics
+
+
+def _both(first: Any, second: Any) -> Any:
+    """Trees of bools: where both are True."""
+    return jax.tree.map(lambda a, b: a and b, first, second)
 
 
 def _scaled(grads: Params, scale: jax.Array | None) -> Params:

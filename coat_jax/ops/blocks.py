@@ -12,6 +12,7 @@ import jax
 
 from coat_jax.ops.activation import add, gate_silu, gelu_function
 from coat_jax.ops.attention import attention_linear
+from coat_jax.ops.coded_weight import weight_codes
 from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.norm import NormKind, normalize_layer, normalize_rms
@@ -211,6 +212,20 @@ def gelu_mlp(
     gelu = Prologue(gelu_function(approximate), recipe.nonlinear_input)
     [y] = linear([plus_bias(h, params["in"].get("bias"))], [params["out"]["kernel"]], recipe, prologue=gelu)
     return plus_bias(y, params["out"].get("bias"))
+
+
+def block_codes(params: Params, recipe: Recipe) -> dict[str, Any]:
+    """The codes of the kernels of a `transformer_block`, in the places of these; None for what is no kernel.
+
+    A caller that runs the block several times on the same parameters makes them once, and gives the block an `ops.CodedWeight`
+    in place of each kernel. Under a recipe that quantizes no weight all are None.
+    """
+
+    def kernels(layers: Params) -> dict[str, Any]:
+        return {name: {"kernel": weight_codes(layer["kernel"], recipe)} for name, layer in layers.items()}
+
+    made = {name: kernels(params[name]) for name in ("attention", "mlp")}
+    return {name: made.get(name) for name in params}
 
 
 def transformer_block(params: Params, x: jax.Array, sizes: BlockSizes, recipe: Recipe) -> jax.Array:

@@ -23,7 +23,7 @@ def cross_entropy(
         whole batch, so that a batch may be sharded.
 
     Returns:
-      A float32 scalar; NaN where the weights are all 0.
+      A float32 scalar; 0, with gradients of 0, where the weights are all 0: nothing is learnt from padding.
 
     Raises:
       ValueError: targets of another shape than h's tokens, no tokens, or a chunk below 1.
@@ -40,7 +40,8 @@ def cross_entropy(
     if chunk < 1:
         raise ValueError(f"cross_entropy: chunk={chunk} tokens; use 1 or more")
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    weights = jax.lax.stop_gradient(weights / jnp.sum(weights))
+    total = jnp.sum(weights)
+    weights = jax.lax.stop_gradient(weights / jnp.where(total == 0, 1.0, total))
     # Four sequences of 2048 tokens and chunk=1024: a chunk is 256 tokens of each sequence, and there are 8 of them. Its float32
     # logits are 1024 x 32,000 x 4 B = 131 MB for Llama 2's vocabulary, where those of the batch would be 1.05 GB.
     rows, tokens = math.prod(targets.shape[:-1]), targets.shape[-1]

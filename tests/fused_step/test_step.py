@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 import toy_model as toy
+from quantizations import quantizations
 
 from coat_jax import codecs, ops, recipes
-from coat_jax.compiled import hlo
 from coat_jax.fused_step.accumulation import Accumulation
+from coat_jax.fused_step.layered_model import Stack
 from coat_jax.fused_step.llama import layered_llama
 from coat_jax.fused_step.options import Clip
 from coat_jax.fused_step.step import fused_step, ordinary_step
@@ -165,38 +166,116 @@ def test_four_micro_batches_are_one_batch_of_four_times_the_size(make, dtype):
     np.testing.assert_allclose(four.gradient_norm, one.gradient_norm, rtol=1e-2)
 
 
-def fp8_layer(row, x, batch):
-    [h] = ops.linear([toy.rms(x, row["norm"])], [row["up"]], recipes.coat())
-    [y] = ops.linear([jnp.tanh(h)], [row["down"]], recipes.coat())
-    return x + y
+def fp8_model(recipe):
+    """Two FP8 products in a layer, whose weights have 96 x 128 elements."""
 
+    def layer(row, x, batch):
+        [h] = ops.linear([toy.rms(x, row["norm"])], [row["up"]], recipe)
+        [y] = ops.linear([jnp.tanh(h)], [row["down"]], recipe)
+        return x + y
 
-def weight_quantizations(step, params, batch):
-    """How often the compiled step runs each conversion of an array of 96 x 128 or 128 x 96 elements to FP8."""
-    compiled = jax.jit(step).lower(params, step.init(params), batch).compile()
-    module, found = hlo.parse(compiled.as_text()), []
-    for computation, instruction, times in hlo.executed(module):
-        called = [module.computations[name] for name in instruction.called] if instruction.opcode == "fusion" else []
-        for where, made in [(computation, instruction), *((c, i) for c in called for i in c.instructions.values())]:
-            # CPUs move FP8 values about as f16; what was rounded to FP8 comes from f32.
-            if made.opcode == "convert" and made.values[0].size == 96 * 128 and made.values[0].dtype.startswith("f8"):
-                found += [times] if where.instructions[made.operands[0]].values[0].dtype == "f32" else []
-    return found
+    def codes(row):
+        return {"norm": None} | {name: ops.weight_codes(row[name], recipe) for name in ("up", "down")}
 
-
-def test_micro_batches_share_one_quantization_of_the_weights():
-    parts = dataclasses.replace(toy.PARTS, layer=fp8_layer)
     up, down = (
         jax.random.normal(jax.random.key(i), (toy.LAYERS, *shape)) * 0.1 for i, shape in enumerate([(128, 96), (96, 128)])
     )
     params = toy.params()
-    params = {**params, "layers": {"norm": params["layers"]["norm"], "up": up, "down": down}}
-    fused, ordinary = (make(parts, optax.sgd(1.0), accumulation=Accumulation(4)) for make in BOTH)
-    # The loop over layers before the micro-batches runs once; the ordinary step quantizes in each micro-batch, twice.
-    assert weight_quantizations(fused, params, toy.batch()) == [toy.LAYERS] * 2
-    assert max(weight_quantizations(ordinary, params, toy.batch())) == 3 * toy.LAYERS
-    (split, _, _), (other, _, _) = (run(step, params, [toy.batch()]) for step in (fused, ordinary))
-    assert distance(split, other, params) < 0.09  # the bound of FP8 programs in another order
+    rows = {"norm": params["layers"]["norm"], "up": up, "down": down}
+    return dataclasses.replace(toy.PARTS, layer=layer, codes=codes), {**params, "layers": rows}
+
+
+@pytest.mark.parametrize("name", ["coat", "lean", "blocks"])
+def test_micro_batches_share_one_quantization_of_the_weights(name):
+    """Read from the compiled programs: each weight is rounded to FP8 once a step, in the loop over layers that runs before the
+    micro-batches, by the fused step and by the ordinary one; without codes in each micro-batch, forward and back."""
+    parts, params = fp8_model(recipes.named(name))
+    bare = dataclasses.replace(parts, codes=None)
+
+    def rounded(make, parts):
+        step = make(parts, optax.sgd(1.0), accumulation=Accumulation(4))
+        return quantizations(jax.jit(step).lower(params, step.init(params), toy.batch()).compile(), 96 * 128)
+
+    for make in BOTH:
+        assert rounded(make, parts) == [toy.LAYERS] * 2  # two weights
+        assert sum(rounded(make, bare)) >= 2 * 4 * toy.LAYERS
+        step, other = (make(some, optax.sgd(1.0), accumulation=Accumulation(4)) for some in (parts, bare))
+        (split, _, _), (same, _, _) = (run(some, params, [toy.batch()]) for some in (step, other))
+        assert distance(split, same, params) < 1e-5  # the same codes, in programs that may add in another order
+    (split, _, _), (ordinary, _, _) = run_both(parts, params, [toy.batch()], optax.sgd(1.0), accumulation=Accumulation(4))
+    assert distance(split, ordinary, params) < 0.09  # the bound of FP8 programs in another order
+
+
+def test_the_codes_of_a_llama_are_those_of_its_products():
+    """Eight micro-batches of one sequence: seven weights of a layer, each rounded once."""
+    config = llama.preset("tiny", layers=2, hidden=32, intermediate=48, heads=2, kv_heads=1)
+    model = llama.Llama(config, recipes.coat())
+    parts, tokens = layered_llama(model), jnp.arange(4 * 9).reshape(4, 9)
+    params = jax.jit(lambda key: model.init(key, tokens)["params"])(jax.random.key(0))
+    sizes = [x.size // 2 for x in jax.tree.leaves((params["layers"]["attention"], params["layers"]["mlp"]))]
+    for make in BOTH:
+        step = make(parts, optax.sgd(1.0), accumulation=Accumulation(4))
+        compiled = jax.jit(step).lower(params, step.init(params), tokens).compile()
+        for size in set(sizes):
+            assert sum(quantizations(compiled, size)) == 2 * sizes.count(size)
+
+
+SECOND = Stack(lambda outer, x, batch: x @ outer["bridge"], lambda row, x, batch: x + jnp.tanh(x @ row["w"]), "decoder")
+TWO = dataclasses.replace(toy.PARTS, further=(SECOND,))
+
+
+def two_stacks(dtype):
+    keys = jax.random.split(jax.random.key(7), 2)
+    bridge, w = jax.random.normal(keys[0], (128, 64), dtype) * 0.1, jax.random.normal(keys[1], (2, 64, 64), dtype) * 0.1
+    params = toy.params(dtype=dtype)
+    params |= {"bridge": bridge, "decoder": {"w": w}, "norm": jnp.ones((64,), dtype)}
+    return params | {"head": params["head"][:64]}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_two_stacks_train_to_the_bits_of_the_ordinary_step(dtype):
+    """An encoder of three layers, a matrix between, a decoder of two narrower ones."""
+    optimizer = coat_adamw(optax.linear_schedule(1e-2, 1e-3, 10), master="bf16+8" if dtype == jnp.bfloat16 else None)
+    batches = [toy.batch(i) for i in range(4)]
+    (fused, state, metrics), (ordinary, other, others) = run_both(TWO, two_stacks(dtype), batches, optimizer)
+    assert_same_bits((fused, state.optimizer), (ordinary, other.optimizer))
+    assert metrics[-1].layer_gradient_norms.shape == (5,)
+    np.testing.assert_allclose(metrics[-1].layer_gradient_norms, others[-1].layer_gradient_norms, rtol=1e-2)
+
+
+def test_two_stacks_with_everything_at_once():
+    """Clipping by the exact norm, two micro-batches, a frozen stack: the ordinary step's up to the order of sums."""
+    params = two_stacks(jnp.float32)
+    trainable = jax.tree.map(lambda _: True, params) | {"layers": False}
+    options = {"clip": Clip(0.1), "accumulation": Accumulation(2), "trainable": trainable}
+    (fused, _, _), (ordinary, _, _) = run_both(TWO, params, [toy.batch(i) for i in range(3)], coat_adamw(1e-2), **options)
+    assert_same_bits(fused["layers"], params["layers"])
+    assert not np.array_equal(fused["decoder"]["w"], params["decoder"]["w"])
+    assert distance(fused, ordinary, params) < 1e-3
+
+
+def test_two_stacks_need_two_keys():
+    twice = dataclasses.replace(TWO, further=(dataclasses.replace(SECOND, key="layers"),))
+    with pytest.raises(ValueError, match="give each a key of its own"):
+        fused_step(twice, optax.sgd(1.0))(toy.params(), None, toy.batch())
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_micro_batches_of_padded_tokens_count_by_their_tokens(make):
+    """Four sequences of 8, 5, 1 and 0 tokens that count, each a micro-batch: the step of the whole batch. float32: 1e-5."""
+    config = llama.preset("tiny", layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, dtype=jnp.float32)
+    model = llama.Llama(config, recipes.bf16())
+    tokens = jax.random.randint(jax.random.key(3), (4, 9), 0, 256)
+    weights = (jnp.arange(8) < jnp.array([8, 5, 1, 0])[:, None]).astype(jnp.float32)
+    params = jax.jit(lambda key: model.init(key, tokens)["params"])(jax.random.key(0))
+    rows = params["embed"]["embedding"][tokens[:, :-1]]
+    parts, batch = layered_llama(model), {"targets": tokens[:, 1:], "weights": weights}
+    for inputs in (tokens[:, :-1], rows):  # tokens, or embeddings in their place
+        given = [batch | {"inputs": inputs}]
+        whole, _, [one] = run(ordinary_step(parts, optax.sgd(1.0)), params, given)
+        split, _, [four] = run(make(parts, optax.sgd(1.0), accumulation=Accumulation(4)), params, given)
+        np.testing.assert_allclose(four.loss, one.loss, rtol=1e-5)
+        assert distance(split, whole, params) < 1e-5
 
 
 def test_frozen_parameters_stay_and_have_no_state():
