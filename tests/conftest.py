@@ -24,7 +24,8 @@ HAS_PLAN = importlib.util.find_spec("jax_cuda12_plugin") is not None
 NEED_DEMO = (
     "test_cli.py",
     "test_doctor.py",
-    "test_readme.py",
+    "test_docs.py",
+    "test_figures.py",
     "test_notebooks.py",
     "plan",
     "studies",

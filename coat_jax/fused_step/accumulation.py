@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.fused_step.backward import Tape
 from coat_jax.fused_step.layered_model import Batch, LayeredModel, Params, hide, put, show, take
+from coat_jax.fused_step.tape import Tape
 
 
 @dataclasses.dataclass(frozen=True)

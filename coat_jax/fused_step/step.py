@@ -11,11 +11,11 @@ import optax
 from coat_jax.fused_step import accumulation
 from coat_jax.fused_step import refused as whole_tree
 from coat_jax.fused_step.accumulation import Accumulation
-from coat_jax.fused_step.backward import Tape
+from coat_jax.fused_step.gradient_statistics import Statistics
 from coat_jax.fused_step.layered_model import Batch, LayeredModel, Params, hide, put, show, take
 from coat_jax.fused_step.optimizer_rows import RowOptimizer, select
 from coat_jax.fused_step.options import Clip, Metrics, Norm, Skip, StepState, member
-from coat_jax.fused_step.statistics import Statistics
+from coat_jax.fused_step.tape import Tape
 from coat_jax.optim import diagnostics as inspect
 
 

@@ -1,27 +1,74 @@
-"""The figures of the README, each block made from a JSON of `results/`. `python tests/support/figures.py` writes them again."""
+"""The figures of README and docs/, each block made from a JSON of `results/`. `make figures` writes them again.
+
+A block stands between `<!-- figures: NAME -->` and `<!-- end -->`. To change a number, change the JSON: its `command` says how.
+"""
 
 import dataclasses
 import json
 import re
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import pages
 
 from coat_jax.compiled.devices import GIB
 from coat_jax.plan import paper
 from coat_jax.plan.config import PlanConfig
 from coat_jax.studies import codec_table, report
 
-ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Document = dict[str, Any]
 
 
 def load(name: str) -> Document:
     """The document results/name.json."""
-    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+    return json.loads((pages.ROOT / "results" / f"{name}.json").read_text())
+
+
+def front() -> str:
+    """What one gets, in three numbers of three kinds."""
+    document, planned = load("front_page"), load("plan_llama2_7b")["rows"]
+    rows, sizes = document["rows"], document["sizes"]
+    peak = {name: f"{row['peak_bytes'] / GIB:.1f} GiB" for name, row in rows.items()}
+    less = 1 - rows["after"]["peak_bytes"] / rows["before"]["peak_bytes"]
+    rate = {setting_of(row).label: f"{row['modelled_tokens_per_second'] / 1000:.1f} k/s" for row in planned}
+    state = load("compare")["variants"]["lean"]["optimizer_state"]["bytes_per_quantized_parameter"]
+    step = (
+        f"peak memory of one training step on an H100: the program below with {rows['after']['parameters'] / 1e6:.0f} M "
+        f"parameters ({sizes['layers']} layers, {sizes['width']} wide, float32; computed in bfloat16), "
+        f"{document['batch']} x {document['sequence']} tokens"
+    )
+    return table(
+        ["", "plain Flax, `optax.adamw`", "with coat-jax", "kind"],
+        [
+            [step, peak["before"], f"**{peak['after']}** ({less:.0%} less)", "compiled"],
+            ["AdamW's moments of float32 parameters", "8 B/parameter", f"**{state:.2f}** B/parameter", "measured"],
+            [
+                "tokens of Llama-2-7B on one H100, 4 x 2048 in a step",
+                f"{rate['BF16, optax.adamw, dots policy']} with the usual remat policy",
+                f"**{rate['lean, coat moments']}**",
+                "modelled",
+            ],
+        ],
+        align="left",
+    )
+
+
+def swap() -> str:
+    """The two programs of the quick start, before and after its diff."""
+    document = load("front_page")
+    names = {"before": "before", "after": "after the change"}
+    cells = [
+        [names[name], *(f"{row[key] / GIB:.1f} GiB" for key in ("peak_bytes", "argument_bytes")), str(row["fp8_products"])]
+        for name, row in document["rows"].items()
+    ]
+    sizes = ", ".join(f"{name} {size:,}" for name, size in document["sizes"].items())
+    header = ["", "compiled peak", "of it parameters and optimizer state", "FP8 products"]
+    shapes = (
+        f"{document['batch']} sequences of {document['sequence']} tokens; {sizes}; float32 parameters, bfloat16 computation."
+    )
+    return f"{table(header, cells)}\n\n{shapes[0].upper()}{shapes[1:]}"
 
 
 def gain() -> str:
@@ -189,7 +236,8 @@ def kernels() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (gain, compare, recipes, fused_curve, codecs, optimizer_cost, frontier, papers_table, kernels)
+    f.__name__: f
+    for f in (front, swap, gain, compare, recipes, fused_curve, codecs, optimizer_cost, frontier, papers_table, kernels)
 }
 """What each block between `<!-- figures: NAME -->` and `<!-- end -->` holds."""
 
@@ -227,4 +275,5 @@ def rendered(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(rendered(README.read_text()))
+    for page in pages.PAGES:
+        page.write_text(rendered(page.read_text()))
