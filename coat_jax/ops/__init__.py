@@ -12,6 +12,7 @@ from coat_jax.ops.norm import NormKind, layer_norm, normalize_layer, normalize_r
 from coat_jax.ops.norm_kernels import NormFunction
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.rope import rope
+from coat_jax.ops.scaling import Scaling
 from coat_jax.ops.stash import STASH, Stashable, remat_policy, stashed
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "NormKind",
     "Prologue",
     "Recipe",
+    "Scaling",
     "NormFunction",
     "Stashable",
     "add",

@@ -11,8 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.ops.coded_weight import CodedWeight, as_matrix, codes_of, plain_weight
 from coat_jax.ops.recipe import Recipe
+from coat_jax.ops.scaling import Scaling, seen, write
 from coat_jax.ops.stash import STASH, Stash, keep_quantized, restore_quantized, stashed, unstashed
-from coat_jax.quant import PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
+from coat_jax.quant import Amax, PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
 from coat_jax.quant.implementation import refuse_explicit
 
 Operand = QuantizedArray | jax.Array
@@ -20,9 +21,9 @@ LinearWeight = jax.Array | CodedWeight
 """A kernel, alone or together with its codes."""
 
 
-def operand(x: jax.Array, spec: QuantSpec | None, recipe: Recipe) -> Operand:
-    """A matrix as an operand of a product: quantized, or as it is for None."""
-    return x if spec is None else quantize(x, spec, implementation=recipe.implementation)
+def operand(x: jax.Array, spec: QuantSpec | None, recipe: Recipe, amax: jax.Array | None = None) -> Operand:
+    """A matrix as an operand of a product: quantized, by an amax that is given or by its own, or as it is for None."""
+    return x if spec is None else quantize(x, spec, amax=amax, implementation=recipe.implementation)
 
 
 def values(x: Operand, dtype: Any) -> jax.Array:
@@ -83,8 +84,14 @@ def restore_operand(kept: Stash) -> Operand:
 
 
 def products(
-    h: jax.Array, kernels: Sequence[LinearWeight], recipe: Recipe, *, axes: int = 1, shared: bool = False
-) -> list[jax.Array]:
+    h: jax.Array,
+    kernels: Sequence[LinearWeight],
+    scaling: Scaling | None,
+    recipe: Recipe,
+    *,
+    axes: int = 1,
+    shared: bool = False,
+) -> tuple[list[jax.Array], Any]:
     """Y_j = q(H) q(W_j), dH = sum_j q(dY_j) q(W_j)^T, dW_j = q(H)^T q(dY_j), with q the recipe's quantization of each role.
 
     q(H) is kept for the backward pass. Of a kernel that comes with codes both passes read these; any other is quantized in each
@@ -95,52 +102,65 @@ def products(
     Args:
       h: (*rows, *contracted).
       kernels: (*contracted, *features) or (contracted, *features), of any float dtype; their gradients have the same.
+      scaling: amaxes that are given or wanted; None measures all and tells none.
       recipe: specs of the three roles.
       axes: number of contracted axes of h.
       shared: h is kept anyway, by the op that made it: keep it by reference instead of q(H).
 
     Returns:
-      For each kernel an array (*rows, *features) in h's dtype.
+      For each kernel an array (*rows, *features) in h's dtype; and the amaxes of h and of the kernels that are wanted. Those of
+      gradients are written in the backward pass.
     """
+    silent = Scaling(Amax(), [Amax()] * len(kernels), [Amax()] * len(kernels))
+    amaxes = silent if scaling is None else scaling.of_all(kernels, recipe)
     dtype, shape = h.dtype, h.shape
     rows, size = shape[: len(shape) - axes], math.prod(shape[len(shape) - axes :])
     features = [feature_shape(w, size) for w in kernels]
     into = functools.partial(matrix_product, recipe=recipe, dtype=dtype)
 
-    def left(h):
-        return operand(h.reshape(math.prod(rows), size), recipe.linear_input, recipe)
+    def left(h, amaxes):
+        return operand(h.reshape(math.prod(rows), size), recipe.linear_input, recipe, amaxes.input.given)
 
-    def right(w):
+    def right(w, amax):
         codes = codes_of(w, size, recipe)
-        return operand(as_matrix(plain_weight(w), size), recipe.weight, recipe) if codes is None else codes
+        return operand(as_matrix(plain_weight(w), size), recipe.weight, recipe, amax.given) if codes is None else codes
 
-    def run(h, kernels):
-        return forward(h, kernels)[0]
+    def run(h, kernels, amaxes):
+        return forward(h, kernels, amaxes)[0]
 
-    def forward(h, kernels):
+    def forward(h, kernels, amaxes):
         refuse_explicit("linear, for gradients of FP8 products", h, *map(plain_weight, kernels))
-        x = left(h)
-        ys = [into(x, right(w), (1, 0), out=dtype).reshape(rows + f) for w, f in zip(kernels, features, strict=True)]
-        return ys, (keep_operand(x, h if shared else None), kernels)
+        x = left(h, amaxes)
+        rights = map(right, kernels, amaxes.weights)
+        ys = [into(x, w, (1, 0), out=dtype).reshape(rows + f) for w, f in zip(rights, features, strict=True)]
+        found = seen(amaxes.input, h.reshape(math.prod(rows), size), recipe.linear_input)
+        of_weights = [
+            seen(amax, as_matrix(plain_weight(w), size), recipe.weight) for w, amax in zip(kernels, amaxes.weights, strict=True)
+        ]
+        return (ys, (found, of_weights)), (keep_operand(x, h if shared else None), kernels, amaxes)
 
-    def backward(residual, gs):
-        kept, kernels = residual
+    def backward(residual, cotangents):
+        kept, kernels, amaxes = residual
+        gs, _ = cotangents
         x = kept.reshape(math.prod(rows), size) if shared else restore_operand(kept)
         gs = [g.reshape(math.prod(rows), math.prod(f)) for g, f in zip(gs, features, strict=True)]
-        quantized = [operand(g, recipe.gradient, recipe) for g in gs]
-        dhs = [into(g, right(w), (1, 1), out=dtype) for g, w in zip(quantized, kernels, strict=True)]
+        for g, amax in zip(gs, amaxes.gradients, strict=True):
+            write(amax, seen(amax, g, recipe.gradient))
+        quantized = [operand(g, recipe.gradient, recipe, amax.given) for g, amax in zip(gs, amaxes.gradients, strict=True)]
+        rights = map(right, kernels, amaxes.weights)
+        dhs = [into(g, w, (1, 1), out=dtype) for g, w in zip(quantized, rights, strict=True)]
         contracted, left_spec, right_spec = (0, 0), recipe.linear_input, recipe.gradient
         if left_spec and right_spec and product.matches(left_spec, right_spec):
             x, contracted = turned(x, left_spec, recipe, dtype), (1, 1)
             quantized = [turned(g, right_spec, recipe, dtype) for g in gs]
-        x = x if isinstance(x, QuantizedArray) else operand(x, recipe.linear_input, recipe)
+        x = x if isinstance(x, QuantizedArray) else operand(x, recipe.linear_input, recipe, amaxes.input.given)
         dws = [into(x, g, contracted, out=w.dtype).reshape(w.shape) for g, w in zip(quantized, kernels, strict=True)]
         gradients = [CodedWeight(dw, None) if isinstance(w, CodedWeight) else dw for dw, w in zip(dws, kernels, strict=True)]
-        return functools.reduce(jnp.add, dhs).reshape(shape), gradients
+        return functools.reduce(jnp.add, dhs).reshape(shape), gradients, None
 
     op = jax.custom_vjp(run)
     op.defvjp(forward, backward)
-    return op(h, kernels)
+    return op(h, kernels, amaxes)
 
 
 def feature_shape(kernel: LinearWeight, size: int) -> tuple[int, ...]:
@@ -153,10 +173,15 @@ def feature_shape(kernel: LinearWeight, size: int) -> tuple[int, ...]:
     return kernel.shape[axis:]
 
 
-def contract(h: jax.Array, kernels: Sequence[LinearWeight], recipe: Recipe, *, axes: int, shared: bool) -> list[jax.Array]:
-    """`products`, or plain `dot_general` where the recipe quantizes none of their operands."""
+def contract(
+    h: jax.Array, operands: tuple[Sequence[LinearWeight], Scaling | None], recipe: Recipe, *, axes: int, shared: bool
+) -> tuple[list[jax.Array], Any]:
+    """`products` of h with operands (kernels, scaling), or plain `dot_general` where the recipe quantizes none of them."""
+    kernels, scaling = operands
     if recipe.products_quantized:
-        return products(h, kernels, recipe, axes=axes, shared=shared)
+        return products(h, kernels, scaling, recipe, axes=axes, shared=shared)
+    if scaling is not None:
+        raise ValueError("linear: scaling is given, and the recipe quantizes no operand of a product; leave it out")
     size = math.prod(h.shape[h.ndim - axes :])
     for w in kernels:
         codes_of(w, size, recipe)  # codes that no product would read are refused
@@ -165,7 +190,7 @@ def contract(h: jax.Array, kernels: Sequence[LinearWeight], recipe: Recipe, *, a
     for w in map(plain_weight, kernels):
         matrix = w.astype(h.dtype).reshape(size, *feature_shape(w, size))
         ys.append(jax.lax.dot_general(rows, matrix, (((rows.ndim - 1,), (0,)), ((), ())), precision=recipe.precision))
-    return ys
+    return ys, None
 
 
 def refuse_single(operation: str, **lists: Any) -> None:
@@ -199,6 +224,7 @@ def linear(
     prologue: Prologue | None = None,
     axes: int = 1,
     shared: bool = False,
+    scaling: Scaling | None = None,
 ) -> list[jax.Array]:
     """y_j = h · kernels_j with h = prologue(*inputs): what feeds several kernels is quantized once and kept once.
 
@@ -214,6 +240,7 @@ def linear(
       prologue: what is computed before the product.
       axes: number of contracted axes.
       shared: h is kept anyway by the op that made it; keep it by reference.
+      scaling: amaxes that are given instead of measured, and where measured ones are written; None measures all of them.
 
     Returns:
       For each kernel (*leading, *features), in h's dtype.
@@ -233,21 +260,32 @@ def linear(
     Source: arXiv 2410.19313, section 5.
     """
     refuse_single("linear", inputs=inputs, kernels=kernels)
-    kernels = list(kernels)
+    operands = list(kernels), scaling
     multiply = functools.partial(contract, recipe=recipe, axes=axes, shared=shared)
     if prologue is None:
         if len(inputs) != 1:
             raise ValueError(f"linear: {len(inputs)} inputs without a prologue; use one, or a prologue that makes one of them")
         [h] = inputs
-        return multiply(h, kernels)
+        return _told(multiply(h, operands), scaling)
     fn, spec, params = prologue
     if spec is None and not recipe.products_quantized:
-        return multiply(unstashed(fn)(*inputs, *params), kernels)
+        return _told(multiply(unstashed(fn)(*inputs, *params), operands), scaling)
     specs = [spec] * len(inputs)
     keeping = functools.partial(stashed, specs=specs, implementation=recipe.implementation)
     if recipe.recompute:
         # What is redone is at hand exactly. Only a product that wants its groups along the rows has a use for that.
         exact = shared or product.matches(recipe.linear_input, recipe.gradient)
         then = functools.partial(contract, recipe=recipe, axes=axes, shared=exact)
-        return keeping(fn, then=then)(*inputs, *params, kernels)
-    return multiply(keeping(fn)(*inputs, *params), kernels)
+        return _told(keeping(fn, then=then)(*inputs, *params, operands), scaling)
+    return _told(multiply(keeping(fn)(*inputs, *params), operands), scaling)
+
+
+def _told(result: tuple[list[jax.Array], Any], scaling: Scaling | None) -> list[jax.Array]:
+    """The products, once the amaxes of the forward pass are written. Outside of every custom_vjp: a backward pass that runs the
+    forward one again, on h as it was kept, must not write the amax of that h."""
+    ys, found = result
+    if scaling is not None:
+        write(scaling.input, found[0])
+        for amax, value in zip(scaling.weights, found[1], strict=False):
+            write(amax, value)
+    return ys

@@ -8,10 +8,12 @@ from coat_jax.quant.implementation import Implementation
 from coat_jax.quant.product import scaled_product
 from coat_jax.quant.quantize import dequantize, quantize
 from coat_jax.quant.rounding import Rounding
+from coat_jax.quant.scaling import Amax, measured_amax
 from coat_jax.quant.spec import QuantSpec
 
 __all__ = [
     "E4M3",
+    "Amax",
     "E5M2",
     "INT8",
     "UINT8",
@@ -29,6 +31,7 @@ __all__ = [
     "Rounding",
     "Softsign",
     "dequantize",
+    "measured_amax",
     "quantize",
     "scaled_product",
 ]
