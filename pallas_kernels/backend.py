@@ -18,6 +18,10 @@ SMS = 132
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one streaming multiprocessor of Hopper gives its blocks."""
 
+ALIGNMENT = 128
+"""Bytes of which every place in shared memory that the copy engine (TMA) reads or writes is a multiple: elsewhere the device
+stops with a misaligned address, which neither the compiler nor the interpreter sees."""
+
 can_interpret = hasattr(plgpu, "InterpretGPUParams")
 """Whether this jax can run kernels on the CPU."""
 has_sqrt = jax.__version_info__ >= (0, 12)
@@ -107,9 +111,30 @@ def columns_layout(columns: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the order in which tensor cores and copies meet no bank conflicts: pieces of 8 x 128 bytes."""
+def slots(count: int, shape: tuple[int, ...], dtype: Any, *, multiple: int = ALIGNMENT, **transforms: Any) -> Any:
+    """Shared memory for `count` tiles one behind another, each in a place that the copy engine can reach.
+
+    A buffer begins at a multiple of 1024 bytes, so slot i of 16 float32 numbers would begin at 64 i: slot 1 is out of reach. 32
+    numbers, of which 16 are used, put it at 128.
+
+    Args:
+      count: slots.
+      shape, dtype: of one.
+      multiple: bytes that a slot's place is a multiple of: more than 128 where its bytes are swizzled.
+      transforms: of `plgpu.SMEM`.
+
+    Raises:
+      ValueError: a slot of other than a multiple of so many bytes.
+    """
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if size % multiple and count > 1:
+        raise ValueError(f"slots: {jnp.dtype(dtype)}{list(shape)} takes {size} bytes; copies need a multiple of {multiple}")
+    return plgpu.SMEM((count, *shape), dtype, **transforms)
+
+
+def swizzled(count: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """`slots` in the order in which tensor cores and copies meet no bank conflicts: pieces of 8 x 128 bytes."""
     # What an abstract class leaves out here, Pallas never calls.
     piece = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(piece, swizzle))
+    return slots(count, shape, dtype, multiple=8 * 128, transforms=(piece, swizzle))

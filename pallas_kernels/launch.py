@@ -66,7 +66,7 @@ class GroupLaunch:
     def shared_memory(self, stages: int) -> int:
         """Bytes that a block needs for `stages` tiles of operands and two of results."""
         operands, results = (
-            sum(math.prod(self.tiles.shape(a.shape)) * a.dtype.itemsize for a in arrays[0])
+            sum(math.prod(self.tiles.slot(a.shape, a.dtype.itemsize)) * a.dtype.itemsize for a in arrays[0])
             for arrays in (self.operands, self.results)
         )
         return stages * operands + 2 * results + sum(a.size * a.dtype.itemsize for a in self.shared + self.sums) + 1024
@@ -86,7 +86,7 @@ class GroupLaunch:
     def scratch(self) -> list[Any]:
         """Shared memory of the tiles, and one barrier per stage."""
         kept = [(self.stages, a) for a in self.operands[0]] + [(2, a) for a in self.results[0]]
-        smem = [plgpu.SMEM((count, *self.tiles.shape(a.shape)), a.dtype) for count, a in kept]
+        smem = [backend.slots(count, self.tiles.slot(a.shape, a.dtype.itemsize), a.dtype) for count, a in kept]
         once = [plgpu.SMEM(a.shape, a.dtype) for a in self.shared + self.sums]
         arrivals = [(len(self.operands[0]) * self.tiles.copies, self.stages), (len(self.shared) * self.row.copies, 1)]
         return [*smem, *once, *(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n, count in arrivals if n)]
@@ -95,6 +95,10 @@ class GroupLaunch:
     def row(self) -> Tiles:
         """The tiles of one row."""
         return dataclasses.replace(self.tiles, extent=self.tiles.part)
+
+    def held(self, buffers: Sequence[Any], slot: Any, arrays: Sequence[Struct]) -> list[Any]:
+        """The tiles of arrays in one slot of their buffers."""
+        return [self.tiles.held(ref, slot, a.shape) for ref, a in zip(buffers, arrays, strict=True)]
 
     def for_leaf(self, tile: jax.Array, act: Callable[[int, jax.Array], None]) -> None:
         """act(leaf, its own number of the tile) for the one leaf that owns the tile."""
@@ -180,7 +184,7 @@ class GroupLaunch:
                     plgpu.copy_smem_to_gmem(held, piece, commit_group=False)
 
         def fetch(step, slot):
-            slots, barrier = [ref.at[slot] for ref in loaded], barriers.at[slot]
+            slots, barrier = self.held(loaded, slot, self.operands[0]), barriers.at[slot]
             copy = lambda leaf, tile: load(self.tiles, tile, zip(sources[leaf], slots, strict=True), barrier)  # noqa: E731
             self.for_leaf(first + step * stride, copy)
 
@@ -188,8 +192,8 @@ class GroupLaunch:
             slot, out = jax.lax.rem(number, stages), jax.lax.rem(number, 2)
             tile = first + number * stride
             plgpu.barrier_wait(barriers.at[slot])
-            results = [ref.at[out] for ref in stored]
-            self.compute_tile(tile, [ref.at[slot] for ref in loaded], results, once, scalar_refs)
+            results = self.held(stored, out, self.results[0])
+            self.compute_tile(tile, self.held(loaded, slot, self.operands[0]), results, once, scalar_refs)
             copy = lambda leaf, tile: store(self.tiles, tile, zip(results, targets[leaf], strict=True))  # noqa: E731
             self.for_leaf(tile, copy)
             plgpu.commit_smem_to_gmem_group()

@@ -100,10 +100,10 @@ class ProductLaunch:
         """Shared memory of the stages and of a tile of the result; for each stage a barrier for "filled" and one for "free"."""
         return [
             [
-                backend.swizzled((self.stages, extent, DEPTH), dtype)
+                backend.swizzled(self.stages, (extent, DEPTH), dtype)
                 for extent, dtype in zip(self.tile, self.formats, strict=True)
             ],
-            backend.swizzled(self.tile, self.dtype),
+            backend.swizzled(1, self.tile, self.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
         ]
@@ -119,7 +119,8 @@ class ProductLaunch:
 
     def body(self, *refs: Any) -> None:
         """The kernel: refs are operands, scales, the result, then the scratch."""
-        left, right, left_scale, right_scale, result, stages, out, filled, free = refs
+        left, right, left_scale, right_scale, result, stages, outs, filled, free = refs
+        out = outs.at[0]
         program, warpgroup = jax.lax.axis_index("program"), jax.lax.axis_index("warpgroup")
         tiles = (math.prod(self.tiles) - program + self.programs - 1) // self.programs
 

@@ -1,6 +1,7 @@
 """How arrays of groups are cut into tiles: shapes, places, register layouts, and what the copy engine asks of them."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -57,6 +58,18 @@ class Tiles:
     def shape(self, array: Shape) -> Shape:
         """Shape of one tile of an array."""
         return (self.extent, *array[1:]) if self.axis == -1 else (*array[1:-1], self.extent)
+
+    def slot(self, array: Shape, itemsize: int) -> Shape:
+        """Shape of the shared memory for a tile of an array: the tile, with rows behind it where it takes no multiple of 128
+        bytes. 16 float32 numbers have room for 32, 16 of one byte for 128; `held` is the part that is used."""
+        rows, *rest = self.shape(array)
+        multiple = backend.ALIGNMENT // math.gcd(math.prod(rest) * itemsize, backend.ALIGNMENT)
+        return (-(-rows // multiple) * multiple, *rest)
+
+    def held(self, slots: Any, number: Any, array: Shape) -> Any:
+        """The tile of an array in slot `number` of shared memory."""
+        rows = self.shape(array)[0]
+        return slots.at[number] if slots.shape[1] == rows else slots.at[number, pl.ds(0, rows)]
 
     def whole(self, tile: Shape, operand: Shape) -> Shape:
         """Shape of the array whose tiles are `tile`, with as many groups as `operand`: the inverse of `shape`."""
