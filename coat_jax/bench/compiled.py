@@ -18,6 +18,7 @@ import jax
 from coat_jax.bench.kernels import KernelSpec, matching
 from coat_jax.bench.table import table
 from coat_jax.compiled.compile import compile_for
+from coat_jax.compiled.program import Program
 from coat_jax.results import provenance, write_json
 from pallas_kernels import jaxprs
 
@@ -83,29 +84,45 @@ def moved(function: Callable[..., Any], *args: Any) -> int:
     return sum(times * cost.bytes_accessed for cost, times in costs if cost is not None)
 
 
-@functools.cache
-def compiled(case: KernelSpec) -> CompiledKernel:
-    """The row of a kernel, compiled for an H100. The compiler tells of each kernel once in a process, hence the cache.
+def reported(function: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()) -> tuple[Program, str]:
+    """A function compiled for an H100, and what the kernel compiler says of its kernels: resources, ptxas' counts, PTX.
+
+    It says so once in a process: nothing of a kernel that was compiled before.
 
     Raises:
       PlanError: the `plan` extra is not installed.
     """
-    function = case.make("pallas")
     with _said() as texts:
-        program = compile_for("h100", function, *case.abstract, donate_argnums=case.donated)
+        program = compile_for("h100", function, *args, donate_argnums=donated)
+    return program, texts[0]
+
+
+@functools.cache
+def reported_case(case: KernelSpec) -> tuple[Program, str]:
+    """`reported` of a kernel of the table."""
+    return reported(case.make("pallas"), *case.abstract, donated=case.donated)
+
+
+def compiled(case: KernelSpec) -> CompiledKernel:
+    """The row of a kernel, compiled for an H100.
+
+    Raises:
+      PlanError: the `plan` extra is not installed.
+    """
+    program, text = reported_case(case)
 
     def number(pattern: str) -> int | None:
-        return max((int(n) for n in re.findall(pattern, texts[0])), default=None)
+        return max((int(n) for n in re.findall(pattern, text)), default=None)
 
     return CompiledKernel(
         name=case.name,
-        moved=moved(function, *case.abstract) / case.elements,
+        moved=moved(case.make("pallas"), *case.abstract) / case.elements,
         least=case.least,
         registers=number(r"Used (\d+) registers"),
         shared_memory=number(r"smem_scratch_bytes=(\d+)"),
         spills=number(r"(\d+) bytes spill stores"),
         temporaries=program.temp_bytes,
-        wgmma=len(_E4M3.findall(texts[0])) if case.flops else None,
+        wgmma=len(_E4M3.findall(text)) if case.flops else None,
     )
 
 

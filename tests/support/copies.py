@@ -134,8 +134,14 @@ def places_depend_on(code: list[Assignment | Copy]) -> set[str]:
     return seen
 
 
-def copies(ptx: str) -> list[tuple[str, Known]]:
-    """Every tensor copy, and what is known of its place in shared memory, whatever path leads to it."""
+def copies(text: str) -> list[tuple[str, Known]]:
+    """Every tensor copy of some kernels, and what is known of its place in shared memory, whatever path leads to it."""
+    found = [copy for kernel in text.split(".version")[1:] for copy in copies_of_kernel(kernel)]
+    assert len(found) == len(COPY.findall(text)) > 0  # each is reached, each is understood
+    return found
+
+
+def copies_of_kernel(ptx: str) -> list[tuple[str, Known]]:
     graph = pieces(ptx)
     needed = places_depend_on([line for code, _ in graph for line in code])
     graph = [([line for line in code if line.register in needed], following) for code, following in graph]
@@ -160,6 +166,6 @@ def copies(ptx: str) -> list[tuple[str, Known]]:
     return list(found.values())
 
 
-def misaligned(ptx: str, multiple: int = 128) -> list[str]:
+def misaligned(text: str, multiple: int = 128) -> list[str]:
     """The tensor copies whose place is not known to be a multiple of so many bytes."""
-    return [f"{text}: {known}" for text, known in copies(ptx) if 2 ** trailing_zeros(known) < multiple]
+    return [f"{copy}: {known}" for copy, known in copies(text) if 2 ** trailing_zeros(known) < multiple]
