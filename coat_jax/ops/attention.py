@@ -117,6 +117,7 @@ def attention(
 
     Raises:
       ValueError: an unknown implementation, or heads that kv_heads does not divide.
+      TypeError: a mask that is not bool.
       RuntimeError, NotImplementedError: cuDNN, asked for by name, is missing or does not take the shapes.
 
     Source: arXiv 1706.03762; grouped queries arXiv 2305.13245.
@@ -125,6 +126,10 @@ def attention(
         raise ValueError(f"attention: implementation={implementation!r} is unknown; use None, 'cudnn' or 'xla'")
     if q.shape[-2] % k.shape[-2]:
         raise ValueError(f"attention: {q.shape[-2]} heads in q and {k.shape[-2]} in k; the second must divide the first")
+    if mask is not None and mask.dtype != bool:
+        raise TypeError(
+            f"attention: mask has dtype {mask.dtype}; use bool, as mask.astype(bool) makes it of Flax's float masks"
+        )
     cudnn, xla = (functools.partial(softmax_average, causal=causal, implementation=name) for name in ("cudnn", "xla"))
     args = (q, k, v) if mask is None else (q, k, v, mask)
     if implementation == "cudnn":

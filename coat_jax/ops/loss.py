@@ -26,7 +26,7 @@ def cross_entropy(
       A float32 scalar; 0, with gradients of 0, where the weights are all 0: nothing is learnt from padding.
 
     Raises:
-      ValueError: targets of another shape than h's tokens, no tokens, or a chunk below 1.
+      ValueError: targets of another shape than h's tokens, weights of another than the targets', no tokens, or a chunk below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,6 +35,10 @@ def cross_entropy(
     """
     if targets.shape != h.shape[:-1] or targets.ndim < 1:
         raise ValueError(f"cross_entropy: targets have shape {targets.shape}; h {h.shape} has tokens {h.shape[:-1]}")
+    if weights is not None and weights.shape != targets.shape:
+        raise ValueError(
+            f"cross_entropy: weights have shape {weights.shape}, targets {targets.shape}; give a weight per target"
+        )
     if not targets.size:
         raise ValueError(f"cross_entropy: targets have shape {targets.shape}; the mean over no tokens is undefined")
     if chunk < 1:

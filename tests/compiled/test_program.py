@@ -132,7 +132,7 @@ def test_a_description_file_is_held_to_its_fields(tmp_path):
     cases = {
         "lacks memory_bytes": {k: v for k, v in fields.items() if k != "memory_bytes"},
         "unknown fields colour": fields | {"colour": "green"},
-        "not a positive number": fields | {"core_count": "many"},
+        "not a positive whole number": fields | {"core_count": "many"},
         "not like '9.0'": fields | {"compute_capability": "nine"},
     }
     for message, content in cases.items():
