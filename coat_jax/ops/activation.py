@@ -23,13 +23,13 @@ def silu(x: jax.Array, recipe: Recipe) -> jax.Array:
 
     Source: arXiv 1702.03118.
     """
-    return nonlinear(Elementwise(jax.nn.silu), [x], recipe)
+    return nonlinear(Elementwise(jax.nn.silu, called="silu"), [x], recipe)
 
 
 def gelu_function(approximate: bool) -> Elementwise:
     """x Phi(x), or its tanh approximation, plain."""
     refused = None if approximate else "has no kernel with an error function, which approximate=True does without"
-    return Elementwise(functools.partial(jax.nn.gelu, approximate=approximate), refused)
+    return Elementwise(functools.partial(jax.nn.gelu, approximate=approximate), refused, called="gelu")
 
 
 def gelu(x: jax.Array, recipe: Recipe, *, approximate: bool = True) -> jax.Array:
@@ -47,7 +47,7 @@ def multiply(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
       ValueError: different shapes.
     """
     same_shape("multiply", a, b)
-    return nonlinear(Elementwise(jax.lax.mul), [a, b], recipe)
+    return nonlinear(Elementwise(jax.lax.mul, called="multiply"), [a, b], recipe)
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def add_quantized(
         rounded = to_bfloat16(total) if x.dtype == jnp.bfloat16 else total  # by its bits: XLA would quantize the exact sum
         return rounded.astype(x.dtype), encode(rounded.astype(x.dtype))
 
-    return one_pass(body, x, y, spec=spec, operation="add_quantized", implementation=implementation)
+    return one_pass(body, x, y, spec=spec, called="add_quantized", implementation=implementation)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, recipe: Recipe) -> jax.Array:
@@ -105,7 +105,7 @@ def swiglu(gate: jax.Array, up: jax.Array, recipe: Recipe) -> jax.Array:
     Source: arXiv 2002.05202.
     """
     same_shape("swiglu", gate, up)
-    return nonlinear(Elementwise(gate_silu), [gate, up], recipe)
+    return nonlinear(Elementwise(gate_silu, called="swiglu"), [gate, up], recipe)
 
 
 def same_shape(op: str, a: jax.Array, b: jax.Array) -> None:

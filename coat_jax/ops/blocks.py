@@ -87,7 +87,8 @@ def norm_prologue(params: Params, kind: str, eps: float, recipe: Recipe) -> Prol
     """
     rms = NormKind.resolve(kind) is NormKind.RMS
     formula = functools.partial(normalize_rms if rms else normalize_layer, eps=eps)
-    return Prologue(NormFunction(formula), recipe.nonlinear_input, (params["scale"],) if rms else ())
+    called = "rms_norm" if rms else "layer_norm"
+    return Prologue(NormFunction(formula, called=called), recipe.nonlinear_input, (params["scale"],) if rms else ())
 
 
 def attention_shapes(sizes: AttentionSizes, width: int) -> Shapes:
@@ -188,7 +189,7 @@ def swiglu_mlp(params: Params, x: jax.Array, recipe: Recipe, norm: Prologue | No
     Source: arXiv 2002.05202.
     """
     gate_up = linear([x], [params[name]["kernel"] for name in ("gate", "up")], recipe, prologue=norm)
-    activation = Prologue(Elementwise(gate_silu), recipe.nonlinear_input)
+    activation = Prologue(Elementwise(gate_silu, called="swiglu"), recipe.nonlinear_input)
     [y] = linear(gate_up, [params["down"]["kernel"]], recipe, prologue=activation)
     return y
 

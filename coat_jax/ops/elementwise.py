@@ -21,6 +21,7 @@ class Elementwise(Stashable):
     Attributes:
       fn: function of arrays of one shape to one array of that shape, without captured traced values.
       refused: why no kernel computes fn, or None.
+      called: the function that a person called, for messages.
 
     Example:
       >>> import jax.numpy as jnp
@@ -30,6 +31,7 @@ class Elementwise(Stashable):
     """
 
     refused: str | None = None
+    called: str = "elementwise"
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
         """y, in the dtype that fn gives the inputs."""
@@ -81,11 +83,11 @@ class Elementwise(Stashable):
         return self.fn(*values).astype(jax.eval_shape(self.fn, *given).dtype)
 
     def _pass(self, body: Callable[..., Any], *args: Any, spec: QuantSpec, implementation: Chosen) -> Any:
-        return one_pass(body, *args, spec=spec, operation="elementwise", implementation=implementation, refused=self.refused)
+        return one_pass(body, *args, spec=spec, called=self.called, implementation=implementation, refused=self.refused)
 
     def _plain(self, implementation: Chosen) -> Implementation | None:
         return Implementation.resolve(
-            implementation, "elementwise", "has kernels for real numbers of at most 32 bits, kept in one spec"
+            implementation, self.called, "has kernels for real numbers of at most 32 bits, kept in one spec"
         )
 
 

@@ -23,7 +23,7 @@ LinearWeight = jax.Array | CodedWeight
 
 def operand(x: jax.Array, spec: QuantSpec | None, recipe: Recipe, amax: jax.Array | None = None) -> Operand:
     """A matrix as an operand of a product: quantized, by an amax that is given or by its own, or as it is for None."""
-    return x if spec is None else quantize(x, spec, amax=amax, implementation=recipe.implementation)
+    return x if spec is None else quantize(x, spec, amax=amax, implementation=recipe.implementation, called="linear")
 
 
 def values(x: Operand, dtype: Any) -> jax.Array:
@@ -40,7 +40,7 @@ def values(x: Operand, dtype: Any) -> jax.Array:
 
 def turned(x: Operand, spec: QuantSpec, recipe: Recipe, dtype: Any) -> QuantizedArray:
     """The transposed matrix as an operand of a product."""
-    return product.quantize_transposed(values(x, dtype), spec, implementation=recipe.implementation)
+    return product.quantize_transposed(values(x, dtype), spec, implementation=recipe.implementation, called="linear")
 
 
 def apart(a: Operand, b: Operand) -> tuple[Operand, Operand]:
@@ -65,7 +65,7 @@ def matrix_product(a: Operand, b: Operand, contract: tuple[int, int], recipe: Re
     """
     if isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray) and product.matches(a.spec, b.spec, contract):
         b = b if contract[1] else product.transpose(b)
-        return product.scaled_product(a, b, out, implementation=recipe.implementation)
+        return product.scaled_product(a, b, out, implementation=recipe.implementation, called="linear")
     dims = (((contract[0],), (contract[1],)), ((), ()))
     a, b = (values(x, dtype) for x in apart(a, b))
     return jax.lax.dot_general(a, b, dims, precision=recipe.precision, preferred_element_type=out)

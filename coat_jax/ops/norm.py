@@ -101,7 +101,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, recipe: Recipe, *, eps: flo
     Source: arXiv 1910.07467.
     """
     formula = functools.partial(normalize_rms, eps=eps, dtype=dtype)
-    return nonlinear(NormFunction(formula, alone=True), [x], recipe, weight)
+    return nonlinear(NormFunction(formula, alone=True, called="rms_norm"), [x], recipe, weight)
 
 
 def layer_norm(
@@ -133,4 +133,4 @@ def layer_norm(
     Source: arXiv 1607.06450.
     """
     formula = functools.partial(normalize_layer, eps=eps, dtype=dtype, fast_variance=fast_variance)
-    return nonlinear(NormFunction(formula, alone=True), [x], recipe, weight, bias)
+    return nonlinear(NormFunction(formula, alone=True, called="layer_norm"), [x], recipe, weight, bias)

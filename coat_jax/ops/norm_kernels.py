@@ -11,7 +11,7 @@ import numpy as np
 from coat_jax.ops.stash import Chosen, Stash, Stashable, keep_quantized, restore_quantized
 from coat_jax.quant import Implementation, QuantizedArray, QuantSpec, Rounding, codec, dequantize, quantize
 from coat_jax.quant.granularity import Groups
-from coat_jax.quant.implementation import choose, group_map, refusal
+from coat_jax.quant.implementation import DEFAULTS, Operation, choose, group_map, refusal
 from coat_jax.quant.quantize import merge_codes, split_codes
 
 Mean = Callable[[jax.Array], jax.Array]
@@ -75,10 +75,17 @@ class NormFunction(Stashable):
         and groups of 128, an RMSNorm by itself moves 5.0 bytes per element forward and 5.3 back by kernels, where XLA moves 9.1
         and 11.1. In front of a product XLA fuses it with the product's quantization, and kernels gain nothing: a step of
         Llama-2-7B at batch 4 is 0.02 % faster by the model, and peaks 50 MiB higher.
+      called: the function that a person called, for messages.
     """
 
     fn: Callable[..., jax.Array]
     alone: bool = False
+    called: str = "norm"
+
+    @property
+    def operation(self) -> Operation:
+        """The row of the table of defaults."""
+        return Operation.NORM if self.alone else Operation.NORM_BEFORE_PRODUCT
 
     def forward(
         self, inputs: Sequence[Any], params: Sequence[Any], specs: Sequence[QuantSpec | None], implementation: Chosen
@@ -101,7 +108,8 @@ class NormFunction(Stashable):
             [(y, *parts)] = run(row, "norm", (groups.split(x),), params, groups, interpret)
             return groups.merge(y), merge_codes(as_codes(parts), groups, spec, x.dtype)
 
-        y, q = choose(kernel, plain, x, params, operation="norm", implementation=implementation, refused=None)
+        options: dict[str, Any] = {"operation": self.operation, "called": self.called, "refused": None}
+        y, q = choose(kernel, plain, x, params, implementation=implementation, **options)
         return y, (keep_quantized(q),)
 
     def recompute(
@@ -142,7 +150,8 @@ class NormFunction(Stashable):
             dparams = [None if p is None else next(made).sum(0).reshape(p.shape).astype(p.dtype) for p in params]
             return groups.merge(dx), *dparams
 
-        options: dict[str, Any] = {"operation": "norm", "implementation": implementation, "refused": None}
+        options: dict[str, Any] = {"operation": self.operation, "called": self.called, "refused": None}
+        options["implementation"] = implementation
         return (
             lambda: choose(again_kernel, again, q, params, **options),
             lambda dy: choose(pull_kernel, pull, q, params, dy, **options),
@@ -154,9 +163,10 @@ class NormFunction(Stashable):
         Raises:
           ValueError: a kernel is chosen, and there is none for these rows.
         """
-        if spec is None or (implementation is None and not self.alone):
+        implementation = DEFAULTS[self.operation] if implementation is None else implementation
+        if spec is None or implementation is Implementation.XLA:
             return True
-        return Implementation.resolve(implementation, "norm", norm_refusal(spec, x, params)) is Implementation.XLA
+        return Implementation.resolve(implementation, self.called, norm_refusal(spec, x, params)) is Implementation.XLA
 
     def of_row(self, x: jax.Array, *params: jax.Array | None) -> jax.Array:
         """fn of one row that lies in groups, as a kernel sees it."""

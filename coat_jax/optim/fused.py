@@ -17,7 +17,7 @@ from coat_jax.optim.master import Master, Weight
 from coat_jax.optim.moments import Hyper, Moments, Rate
 from coat_jax.optim.step import Leaf, codec_of, first_number, groups_of, in_turn, merge, split, step_leaves
 from coat_jax.quant import Groups, Implementation
-from coat_jax.quant.implementation import choose, group_map, refusal, shareable
+from coat_jax.quant.implementation import Operation, choose, group_map, refusal, shareable
 from pallas_kernels.partition import Labels, Place, Split, stretched
 
 LEAVES = 8
@@ -103,7 +103,7 @@ def _step(
         plain,
         hyper,
         leaves,
-        operation="coat_adamw",
+        operation=Operation.ADAMW,
         implementation=implementation,
         refused=_refusal(leaves[0], codec, keep, groups),
         split=_split(hyper, leaves) if shareable(groups) else None,

@@ -50,6 +50,33 @@ class Implementation(enum.StrEnum):
         return cls.XLA
 
 
+class Operation(enum.StrEnum):
+    """Operations that have kernels."""
+
+    QUANTIZE = "quantize"
+    DEQUANTIZE = "dequantize"
+    QUANTIZE_TRANSPOSED = "quantize_transposed"
+    SCALED_PRODUCT = "scaled_product"
+    ELEMENTWISE = "elementwise"
+    NORM = "norm"
+    NORM_BEFORE_PRODUCT = "norm before a product"
+    ADAMW = "coat_adamw"
+
+
+DEFAULTS: Mapping[Operation, Implementation | None] = {
+    Operation.QUANTIZE: Implementation.XLA,  # XLA does it inside its neighbours; a kernel cost 0.2 GB of the 7B step's peak
+    Operation.DEQUANTIZE: Implementation.XLA,  # likewise
+    Operation.QUANTIZE_TRANSPOSED: None,  # XLA would transpose the numbers, in float32, from which the bytes are computed
+    Operation.SCALED_PRODUCT: None,
+    Operation.ELEMENTWISE: None,
+    Operation.NORM: None,  # on one GPU
+    Operation.NORM_BEFORE_PRODUCT: Implementation.XLA,  # fused with the product's quantization; kernels: 50 MiB more peak
+    Operation.ADAMW: None,
+}
+"""Who computes what nobody chose an implementation for: `implementation=None` takes this, and None here is the kernel in
+programs for a Hopper GPU and plain JAX in all others."""
+
+
 COLUMNS = (16, 32, 64, 128, 256)
 """Columns that a block may have in a kernel."""
 
@@ -86,27 +113,30 @@ def choose(
     kernel: Callable[..., Any],
     plain: Callable[..., Any],
     *args: Any,
-    operation: str,
+    operation: Operation,
     implementation: Implementation | str | None,
     refused: str | None,
     split: Any = None,
+    called: str | None = None,
 ) -> Any:
     """plain(*args), or kernel(*args, interpret=...), as asked, as possible and, for None, as the program's target is.
 
     With a `split` (`pallas_kernels.partition.Split`) each device of a program for several runs the kernel on its part; it gets
-    the keyword `places` there.
+    the keyword `places` there. `called` is the function that a person called, for messages; None is the operation itself.
 
     Raises:
       ValueError: an unknown implementation, or one that cannot run; for "pallas" on another device when it is compiled.
     """
-    chosen = Implementation.resolve(implementation, operation, refused or _of_64_bits(plain, args))
+    called = called or str(operation)
+    implementation = DEFAULTS[operation] if implementation is None else implementation
+    chosen = Implementation.resolve(implementation, called, refused or _of_64_bits(plain, args))
     if chosen is Implementation.XLA:
         return plain(*args)
     if chosen is Implementation.INTERPRET:
         return kernel(*args, interpret=True)
     from pallas_kernels.dispatch import by_target  # here, so that `import coat_jax` does not load it
 
-    needs = f"{operation}: implementation='pallas' runs in programs for one Hopper GPU, or for several with jax.set_mesh or in "
+    needs = f"{called}: implementation='pallas' runs in programs for one Hopper GPU, or for several with jax.set_mesh or in "
     needs += "jax.shard_map; use None or 'xla'"
     required = None if chosen is None else needs
     return by_target(functools.partial(kernel, interpret=False), plain, *args, required=required, split=split)

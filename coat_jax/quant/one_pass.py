@@ -11,7 +11,7 @@ import numpy as np
 from coat_jax.quant import codec
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.granularity import Groups
-from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
+from coat_jax.quant.implementation import Implementation, Operation, choose, group_map, refusal
 from coat_jax.quant.quantize import dequantize, quantize
 from coat_jax.quant.spec import QuantSpec
 from pallas_kernels.partition import Split
@@ -21,7 +21,7 @@ def one_pass(
     fn: Callable[..., Any],
     *args: jax.Array | QuantizedArray,
     spec: QuantSpec,
-    operation: str,
+    called: str,
     implementation: Implementation | str | None,
     refused: str | None = None,
 ) -> Any:
@@ -31,7 +31,7 @@ def one_pass(
       fn: of the arguments to a tree of arrays of their shape and of what `encode` gives. `encode(x)` is x quantized to `spec`
         and `decode(q)` the float32 values of a quantized argument; all else is element by element.
       args: arrays and quantized arrays of one shape, all laid out by the groups of `spec`.
-      operation: name for messages and of the kernel.
+      called: the function that a person called, for messages.
       implementation: "xla", "pallas", "interpret", or None: the kernel in programs for a Hopper GPU, XLA elsewhere.
       refused: why no kernel computes fn, or None.
 
@@ -64,7 +64,7 @@ def one_pass(
         split = groups.split_shape
         statistics = codec.statistic_shape(split, groups.axes)
         laid = [groups.split(x) if x.shape == groups.shape else x.reshape(statistics) for x in jax.tree.leaves(args)]
-        [done] = group_map(tile, [laid], [groups], name=operation, interpret=interpret)
+        [done] = group_map(tile, [laid], [groups], name=str(Operation.ELEMENTWISE), interpret=interpret)
         merged = [groups.merge(y) if y.ndim == len(split) else y.reshape(groups.scale_shape) for y in done]
         return jax.tree.unflatten(jax.tree.structure(like), merged)
 
@@ -75,7 +75,8 @@ def one_pass(
         kernel,
         plain,
         *args,
-        operation=operation,
+        operation=Operation.ELEMENTWISE,
+        called=called,
         implementation=implementation,
         refused=refused or _refusal(args, spec, groups),
         split=split,  # a group of which several devices have a part is brought together first, as plain JAX does it

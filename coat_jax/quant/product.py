@@ -11,7 +11,7 @@ import numpy as np
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.formats import E4M3, E5M2
 from coat_jax.quant.granularity import Groups, PerBlock, PerGroup
-from coat_jax.quant.implementation import Implementation, choose, refusal
+from coat_jax.quant.implementation import Implementation, Operation, choose, refusal
 from coat_jax.quant.quantize import quantize
 from coat_jax.quant.spec import QuantSpec
 
@@ -36,19 +36,18 @@ def transpose(q: QuantizedArray) -> QuantizedArray:
     return QuantizedArray(q.payload.T, q.scale.T, None, dataclasses.replace(q.spec, granularity=groups), q.dtype)
 
 
-def quantize_transposed(x: jax.Array, spec: QuantSpec, *, implementation: Implementation | str | None = None) -> QuantizedArray:
-    """The transposed matrix in groups of `spec`, which lie along the columns of x.
-
-    Where None lets the library choose it takes the kernel on a Hopper GPU: of plain JAX XLA makes a program that transposes the
-    numbers, in float32, from which the bytes are computed.
-    """
+def quantize_transposed(
+    x: jax.Array, spec: QuantSpec, *, implementation: Implementation | str | None = None, called: str | None = None
+) -> QuantizedArray:
+    """The transposed matrix in groups of `spec`, which lie along the columns of x; `called` as in `quantize`."""
     tall = dataclasses.replace(spec, granularity=PerGroup(BLOCK, -2))
     quantized = choose(
         lambda x, interpret, places=None: quantize(x, tall, implementation="interpret" if interpret else "pallas"),
         lambda x: quantize(x, tall, implementation="xla"),
         x,
-        operation="quantize",
+        operation=Operation.QUANTIZE_TRANSPOSED,
         implementation=implementation,
+        called=called,
         refused=refusal(Groups.of(tall.granularity, x.shape)),
         split=None if x.shape[0] % BLOCK else _split((("rows", "columns"),), (("rows", "columns"),) * 2),
     )
@@ -61,6 +60,7 @@ def scaled_product(
     dtype: np.dtype | None = None,
     *,
     implementation: Implementation | str | None = None,
+    called: str | None = None,
 ) -> jax.Array:
     """y = a b^T, blocks of 128 along the contraction summed in FP8 products, their sum in float32.
 
@@ -71,6 +71,7 @@ def scaled_product(
       b: (n, k), in groups of 128 along its last axis, or in blocks of 128 x 128.
       dtype: of the result; None is a's.
       implementation: "xla", "pallas", "interpret", or None: the kernel in programs for a Hopper GPU, XLA elsewhere.
+      called: the function that multiplies, for messages about the implementation; None is this one.
 
     Returns:
       (m, n).
@@ -107,8 +108,9 @@ def scaled_product(
         b.payload,
         a.scale.astype(jnp.float32),
         b.scale.astype(jnp.float32),
-        operation="scaled_product",
+        operation=Operation.SCALED_PRODUCT,
         implementation=implementation,
+        called=called,
         refused=_refusal(a, b, dtype),
         split=_split((("rows", depth), (None, depth)) * 2, (("rows", None),)),
     )

@@ -11,7 +11,7 @@ from coat_jax.quant import per_tensor as tensor
 from coat_jax.quant.array import QuantizedArray
 from coat_jax.quant.formats import TINY
 from coat_jax.quant.granularity import Groups, PerTensor
-from coat_jax.quant.implementation import Implementation, choose, group_map, refusal
+from coat_jax.quant.implementation import Implementation, Operation, choose, group_map, refusal
 from coat_jax.quant.rounding import Rounding
 from coat_jax.quant.spec import QuantSpec
 
@@ -38,6 +38,7 @@ def quantize(
     seed: jax.Array | int | None = None,
     amax: jax.Array | None = None,
     implementation: Implementation | str | None = None,
+    called: str | None = None,
 ) -> QuantizedArray:
     """Quantizes an array: payload = cast(x / scale), or cast(sign(x) f(|x| / amax)) with an expansion f.
 
@@ -48,6 +49,7 @@ def quantize(
       amax: float32 of the scales' shape, or a scalar for one scale: the largest magnitude that each group is scaled by, instead
         of its own, so that x is read once. Larger elements saturate. None measures it. Plain JAX only.
       implementation: "xla", "pallas", "interpret", or None to let the library choose: XLA, which fuses it with its neighbours.
+      called: the function that quantizes, for messages about the implementation; None is this one.
 
     Returns:
       A `QuantizedArray` of x's shape and dtype.
@@ -96,8 +98,9 @@ def quantize(
         plain,
         groups.split(x),
         *seeds,
-        operation="quantize",
-        implementation=Implementation.XLA if implementation is None else implementation,
+        operation=Operation.QUANTIZE,
+        implementation=implementation,
+        called=called,
         refused=_refusal(spec, groups, blocks=not stochastic) if given is None else "has no kernel that is given the amax",
     )
     codes = codec.Codes(*parts, *[None] * (3 - len(parts)))
@@ -133,8 +136,8 @@ def dequantize(
         kernel,
         lambda *parts: decode(*parts, axes=groups.axes),
         *(part for part in codes if part is not None),
-        operation="dequantize",
-        implementation=Implementation.XLA if implementation is None else implementation,
+        operation=Operation.DEQUANTIZE,
+        implementation=implementation,
         refused=_refusal(dataclasses.replace(q.spec, rounding=Rounding.NEAREST), groups, blocks=False),
     )
     return groups.merge(x)
