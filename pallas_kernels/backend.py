@@ -16,7 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 SMS = 132
 """Streaming multiprocessors of an H100 SXM and of an H200."""
 SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that one streaming multiprocessor of Hopper gives its blocks."""
+"""Bytes of shared memory that a block of a Hopper GPU may have."""
+RESERVED = 1024
+"""Bytes that a block takes besides. A multiprocessor has 228 KiB: one block of 227, or three of 75."""
+BUFFER = 1024
+"""Bytes of which the start of every buffer in shared memory is a multiple."""
 
 ALIGNMENT = 128
 """Bytes of which every place in shared memory that the copy engine (TMA) reads or writes is a multiple: elsewhere the device

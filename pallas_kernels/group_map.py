@@ -33,6 +33,7 @@ def group_map(
     row: int | None = None,
     sums: int = 0,
     numbered: bool = False,
+    blocks: int = 4,
     interpret: bool = False,
 ) -> list[Leaf]:
     """Applies fn to the groups of every leaf, in one launch and one pass over memory.
@@ -54,6 +55,8 @@ def group_map(
       sums: how many of fn's results, the last ones, (row, width) and float32, are summed over the rows.
       numbered: give fn `numbers`, a function without arguments: the uint32 row-major number of every element in its operand.
         (A function, so that they take registers only from where they are used.)
+      blocks: how many blocks of 128 threads share a multiprocessor at most. It has 65,536 registers: 4 blocks of 128 for each
+        thread, 3 of 168, 2 of 255. The compiler's count is in the static table.
       interpret: run on the CPU (jax 0.12), with the race detector.
 
     Returns:
@@ -89,7 +92,8 @@ def group_map(
         stored, summed = outs[: len(outs) - sums], outs[len(outs) - sums :]
         results = tuple(tuple(Struct(tiles.whole(o.shape, leaf[0].shape), o.dtype) for o in stored) for leaf in structs)
         given, totals = (tuple(Struct(x.shape, x.dtype) for x in xs) for xs in (shared, summed))
-        plan = GroupLaunch(fn, tiles, structs, results, widths, places[: len(stored)], numbered, given, totals, name, interpret)
+        kept = places[: len(stored)]
+        plan = GroupLaunch(fn, tiles, structs, results, widths, kept, numbered, given, totals, name, interpret, blocks)
         ran = plan.run(padded, scalars, shared)
         return [
             tuple(Tiles.crop(y, leaf[0], axis) for y in done[: len(stored)]) + done[len(stored) :]

@@ -39,6 +39,7 @@ class GroupLaunch:
       sums: shapes and dtypes of the results that are summed over all tiles of a program.
       name: name of the kernel in profiles and compiled programs.
       interpret: whether to run on the CPU.
+      blocks: blocks of one multiprocessor at most: as many as its registers hold.
     """
 
     fn: Callable[..., tuple[jax.Array, ...]]
@@ -52,6 +53,7 @@ class GroupLaunch:
     sums: tuple[Struct, ...]
     name: str
     interpret: bool
+    blocks: int = 4
 
     @property
     def starts(self) -> list[int]:
@@ -61,21 +63,32 @@ class GroupLaunch:
     @property
     def stages(self) -> int:
         """Tiles in flight: three where two blocks still share a multiprocessor, else two."""
-        return 3 if 2 * self.shared_memory(3) < backend.SHARED_MEMORY else 2
+        return 3 if self.held(3) > 1 else 2
 
     def shared_memory(self, stages: int) -> int:
-        """Bytes that a block needs for `stages` tiles of operands and two of results."""
-        operands, results = (
-            sum(math.prod(self.tiles.slot(a.shape, a.dtype.itemsize)) * a.dtype.itemsize for a in arrays[0])
-            for arrays in (self.operands, self.results)
-        )
-        return stages * operands + 2 * results + sum(a.size * a.dtype.itemsize for a in self.shared + self.sums) + 1024
+        """Bytes that a block takes for `stages` tiles of operands and two of results: whole KiB for each buffer.
+
+        In groups of 16, quantize has tiles of 256 groups: three of bfloat16 numbers, 8 KiB each, two of payloads, 4 KiB, and
+        two of bfloat16 scales, half a KiB: 33 KiB, and 2 for barriers and what warps exchange in reductions.
+        """
+        tiles = [(stages, a) for a in self.operands[0]] + [(2, a) for a in self.results[0]]
+        sizes = [count * math.prod(self.tiles.slot(a.shape, a.dtype.itemsize)) * a.dtype.itemsize for count, a in tiles]
+        sizes += [a.size * a.dtype.itemsize for a in self.shared + self.sums]
+        return sum(-(-size // backend.BUFFER) * backend.BUFFER for size in sizes) + 2 * backend.BUFFER
+
+    def held(self, stages: int) -> int:
+        """Blocks that a multiprocessor has the shared memory for."""
+        return (backend.SHARED_MEMORY + backend.RESERVED) // (self.shared_memory(stages) + backend.RESERVED)
 
     @property
     def programs(self) -> int:
-        """Blocks to launch: as many as the device holds, two where they are interpreted."""
-        held = min(2 if self.sums else 4, max(1, backend.SHARED_MEMORY // self.shared_memory(self.stages)))
-        return min(self.starts[-1], 2 if self.interpret else held * backend.SMS)
+        """Blocks to launch: as many as the device holds at once, two where they are interpreted.
+
+        One more would wait for a whole block to end, and then run by itself: of 3 blocks where 2 fit, the third makes the
+        launch half as long again.
+        """
+        most = min(2 if self.sums else self.blocks, max(1, self.held(self.stages)))
+        return min(self.starts[-1], 2 if self.interpret else most * backend.SMS)
 
     @property
     def moved(self) -> int:
@@ -96,7 +109,7 @@ class GroupLaunch:
         """The tiles of one row."""
         return dataclasses.replace(self.tiles, extent=self.tiles.part)
 
-    def held(self, buffers: Sequence[Any], slot: Any, arrays: Sequence[Struct]) -> list[Any]:
+    def slot(self, buffers: Sequence[Any], slot: Any, arrays: Sequence[Struct]) -> list[Any]:
         """The tiles of arrays in one slot of their buffers."""
         return [self.tiles.held(ref, slot, a.shape) for ref, a in zip(buffers, arrays, strict=True)]
 
@@ -184,7 +197,7 @@ class GroupLaunch:
                     plgpu.copy_smem_to_gmem(held, piece, commit_group=False)
 
         def fetch(step, slot):
-            slots, barrier = self.held(loaded, slot, self.operands[0]), barriers.at[slot]
+            slots, barrier = self.slot(loaded, slot, self.operands[0]), barriers.at[slot]
             copy = lambda leaf, tile: load(self.tiles, tile, zip(sources[leaf], slots, strict=True), barrier)  # noqa: E731
             self.for_leaf(first + step * stride, copy)
 
@@ -192,8 +205,8 @@ class GroupLaunch:
             slot, out = jax.lax.rem(number, stages), jax.lax.rem(number, 2)
             tile = first + number * stride
             plgpu.barrier_wait(barriers.at[slot])
-            results = self.held(stored, out, self.results[0])
-            self.compute_tile(tile, self.held(loaded, slot, self.operands[0]), results, once, scalar_refs)
+            results = self.slot(stored, out, self.results[0])
+            self.compute_tile(tile, self.slot(loaded, slot, self.operands[0]), results, once, scalar_refs)
             copy = lambda leaf, tile: store(self.tiles, tile, zip(results, targets[leaf], strict=True))  # noqa: E731
             self.for_leaf(tile, copy)
             plgpu.commit_smem_to_gmem_group()

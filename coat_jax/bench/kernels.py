@@ -141,22 +141,7 @@ def _activations(sizes: Sizes) -> list[KernelSpec]:
     shape = (sizes.tokens, sizes.intermediate)
     swiglu, silu = ops.Elementwise(ops.gate_silu), ops.Elementwise(jax.nn.silu)
     kinds = (("SwiGLU", swiglu, 16, 2), ("SwiGLU", swiglu, 128, 2), ("SiLU", silu, 128, 1))
-    cases = [case for name, fn, size, count in kinds for case in _stashing(name, fn, shape, size, count=count)]
-    return [*cases, _sum(sizes)]
-
-
-def _sum(sizes: Sizes) -> KernelSpec:
-    """The residual stream, and FP8 of it for the norm behind."""
-    spec = QuantSpec(E4M3, PerGroup(128), scale_dtype=np.dtype(jnp.bfloat16))
-
-    def make(implementation: str | None) -> Function:
-        return functools.partial(ops.add_quantized, spec=spec, implementation=implementation)
-
-    def inputs(key: jax.Array) -> tuple[Any, ...]:
-        one, other = jax.random.split(key)
-        return numbers(one, sizes.tokens, sizes.hidden), numbers(other, sizes.tokens, sizes.hidden)
-
-    return KernelSpec(f"sum, {spec}", make, inputs, sizes.tokens * sizes.hidden, 7 + 2 / 128)
+    return [case for name, fn, size, count in kinds for case in _stashing(name, fn, shape, size, count=count)]
 
 
 def _stashing(

@@ -1,7 +1,7 @@
 """Differentiable functions of plain arrays, bf16 or f32 at their faces, FP8 only in what they keep for the backward pass."""
 
 from coat_jax.ops import blocks
-from coat_jax.ops.activation import add, add_quantized, gate_silu, gelu, gelu_function, multiply, silu, swiglu
+from coat_jax.ops.activation import add, gate_silu, gelu, gelu_function, multiply, silu, swiglu
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.coded_weight import CodedWeight, weight_codes
 from coat_jax.ops.elementwise import Elementwise
@@ -26,7 +26,6 @@ __all__ = [
     "NormFunction",
     "Stashable",
     "add",
-    "add_quantized",
     "attention",
     "attention_linear",
     "blocks",

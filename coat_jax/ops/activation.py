@@ -3,14 +3,10 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
-from coat_jax.ops.elementwise import Elementwise, wide
+from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.stash import Chosen, nonlinear
-from coat_jax.quant import QuantizedArray, QuantSpec
-from coat_jax.quant.one_pass import one_pass
-from coat_jax.quant.rounding import to_bfloat16
+from coat_jax.ops.stash import nonlinear
 
 
 def gate_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -58,35 +54,6 @@ def add(x: jax.Array, y: jax.Array) -> jax.Array:
     """
     same_shape("add", x, y)
     return x + y
-
-
-def add_quantized(
-    x: jax.Array, y: jax.Array, spec: QuantSpec, *, implementation: Chosen = None
-) -> tuple[jax.Array, QuantizedArray]:
-    """x + y, arrays of one shape and dtype, and FP8 of the sum, which the norm behind it keeps: one pass over memory.
-
-    For the forward pass of a `jax.custom_vjp`: the FP8 carries no gradient.
-
-    Args:
-      x, y: bfloat16 or float32.
-      spec: what the sum is quantized to.
-      implementation: "xla", "pallas", "interpret", or None: the kernel in programs for a Hopper GPU, XLA elsewhere.
-
-    Returns:
-      The sum, and it quantized.
-
-    Raises:
-      ValueError: different shapes, or an implementation that cannot run.
-    """
-    same_shape("add_quantized", x, y)
-
-    def body(x, y, *, encode, decode):
-        del decode
-        total = wide(x) + wide(y)
-        rounded = to_bfloat16(total) if x.dtype == jnp.bfloat16 else total  # by its bits: XLA would quantize the exact sum
-        return rounded.astype(x.dtype), encode(rounded.astype(x.dtype))
-
-    return one_pass(body, x, y, spec=spec, called="add_quantized", implementation=implementation)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, recipe: Recipe) -> jax.Array:

@@ -168,6 +168,7 @@ def _launch(
         scalars=scalars,
         aliases={i: i + 1 for i in range(len(jax.tree.leaves(laid[0][1:])))},
         numbered=numbered,
+        blocks=2,  # of 151 to 226 registers for each thread
         interpret=interpret,
     )
     results = []

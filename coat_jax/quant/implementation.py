@@ -163,6 +163,7 @@ def group_map(
     row: int | None = None,
     sums: int = 0,
     numbered: bool = False,
+    blocks: int = 4,
     interpret: bool = False,
 ) -> list[tuple[jax.Array, ...]]:
     """`pallas_kernels.group_map` for arrays laid out by `groups`, one per leaf, all with groups along one axis or in blocks.
@@ -194,6 +195,7 @@ def group_map(
         "scalars": scalars,
         "aliases": aliases,
         "numbered": numbered,
+        "blocks": blocks,
         "interpret": interpret,
     }
     done = kernel(call, viewed, shared=shared, row=row, sums=sums, **options)

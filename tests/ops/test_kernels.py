@@ -68,16 +68,6 @@ def test_any_shape(name, rows, columns, lean, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_sum_and_its_stash(dtype):
-    x, y = (numbers_like((24, 80), i).astype(dtype) for i in range(2))
-    add = functools.partial(ops.add_quantized, spec=COAT.nonlinear_input)
-    total, kept = jax.jit(functools.partial(add, implementation="interpret"))(x, y)
-    same_bytes((total, kept), jax.jit(functools.partial(add, implementation="xla"))(x, y))
-    same_bytes((total, kept), (x + y, quantize(x + y, COAT.nonlinear_input)))
-
-
-@interpreted
 def test_the_oracle_agrees_with_what_a_kernel_keeps():
     gate, up = (numbers_like((24, 80), i).astype(jnp.bfloat16) for i in range(2))
     _, kept = ops.Elementwise(ops.gate_silu).forward([gate, up], (), [COAT.nonlinear_input] * 2, "interpret")
