@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from coat_jax import E4M3, PerGroup, QuantSpec, quantize
-from coat_jax.bench import calibrate, ceilings, run, subjects
+from coat_jax.bench import calibrate, ceilings, compiled, run, subjects
 from coat_jax.bench.ceilings import Ceilings
 from coat_jax.bench.check import compare
 from coat_jax.bench.harness import Contender, by_turns
@@ -276,6 +276,8 @@ def test_it_runs_with_jax_flax_and_optax_alone():
 @pytest.mark.parametrize("name", ["dequantize, e4m3, group 16,", "AdamW, coat, master bf16-stochastic"])
 def test_kernels_compiled_for_an_h100_write_over_what_they_are_given(name):
     [chosen] = [c for c in cases(Sizes(512, 512, 1024)) if c.name.startswith(name)]
+    # The compiler tells of a kernel once in a process, and the test of the table, which may share this one, wants to hear it.
+    compiled.compiled(next(c for c in cases() if c.name == chosen.name))
     contender = Contender(chosen.make("pallas"), chosen.abstract, chosen.donated)
     mesh = topology.gpu_mesh(devices.named("h100").target(), {"x": 1})
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
