@@ -46,8 +46,9 @@ def test_elements_are_numbered_as_in_the_whole(spec, shardy):
         assert not cut or (not COLLECTIVE.search(text) and np.prod(parts[-1]) < np.prod(shape))
 
 
-def launched(step, leaves, groups, *, name, scalars, aliases, numbered, interpret):
+def launched(step, leaves, groups, *, name, scalars, aliases, numbered, interpret, blocks):
     """`group_map` in plain JAX: the function of a launch on whole leaves, with the numbers that a kernel would give it."""
+    del name, aliases, interpret, blocks
     done = []
     for i, (leaf, laid) in enumerate(zip(leaves, groups, strict=True)):
         numbers = lambda laid=laid: laid.split(rounding.element_index(laid.shape))  # noqa: E731
