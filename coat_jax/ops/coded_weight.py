@@ -60,13 +60,14 @@ def as_matrix(kernel: jax.Array, size: int) -> jax.Array:
     return kernel.reshape(size, kernel.size // max(size, 1))
 
 
-def weight_codes(kernel: jax.Array, recipe: Recipe, *, axes: int = 1) -> QuantizedArray | None:
+def weight_codes(kernel: jax.Array, recipe: Recipe, *, axes: int = 1, amax: jax.Array | None = None) -> QuantizedArray | None:
     """What `linear` quantizes a kernel to under a recipe: codes of the matrix (contracted, features).
 
     Args:
       kernel: (*contracted, *features), of any float dtype.
       recipe: its `weight` says to what; None there has no codes.
       axes: number of contracted axes of the kernel.
+      amax: what the kernel is scaled by instead of its own, as in `quantize`; None measures it.
 
     Returns:
       The codes, through which no gradient flows, or None.
@@ -77,7 +78,7 @@ def weight_codes(kernel: jax.Array, recipe: Recipe, *, axes: int = 1) -> Quantiz
     for extent in kernel.shape[:axes]:
         size *= extent
     matrix = jax.lax.stop_gradient(as_matrix(jnp.asarray(kernel), size))
-    return quantize(matrix, recipe.weight, implementation=recipe.implementation)
+    return quantize(matrix, recipe.weight, amax=amax, implementation=recipe.implementation, called="weight_codes")
 
 
 def plain_weight(kernel: Any) -> jax.Array:

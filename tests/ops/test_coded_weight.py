@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from quantizations import quantizations
 
-from coat_jax import ops, recipes
+from coat_jax import dequantize, ops, quantize, recipes
 
 NAMES = ("coat", "lean", "blocks")
 
@@ -80,3 +80,10 @@ def test_codes_that_do_not_belong_are_refused():
             ops.linear([x], [ops.CodedWeight(w, codes)], other)
     with pytest.raises(ValueError, match=r"codes of a kernel have shape \(256, 128\), its matrix is \(128, 256\)"):
         ops.linear([x[:, :128]], [ops.CodedWeight(w.T, codes)], recipe)
+
+
+def test_codes_by_an_amax_that_is_given_are_those_of_quantize():
+    w, recipe = jax.random.normal(jax.random.key(0), (16, 8)), recipes.coat()
+    got, want = ops.weight_codes(w, recipe, amax=jnp.float32(2)), quantize(w, recipe.weight, amax=jnp.float32(2))
+    assert all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    assert float(jnp.abs(dequantize(got)).max()) == 2.0 < float(jnp.abs(w).max())  # larger elements saturate
