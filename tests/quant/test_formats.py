@@ -61,11 +61,11 @@ def test_cast_saturates_infinities_and_keeps_nan(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_floor_gives_the_two_neighbours(name):
+def test_neighbours_are_the_magnitudes_below_and_above(name):
     table = oracle.magnitudes(name)
     between = np.exp2(np.random.default_rng(0).uniform(-20, np.log2(table[-1]), 5000)).astype(np.float32)
     y = np.concatenate([table.astype(np.float32), between])
-    lower, upper = map(np.asarray, jax.jit(FORMATS[name].floor)(y))
+    lower, upper = map(np.asarray, jax.jit(FORMATS[name].neighbours)(y))
     below = np.searchsorted(table, y, side="right") - 1
     np.testing.assert_array_equal(lower, table[below])
     np.testing.assert_array_equal(upper, table[np.minimum(below + 1, len(table) - 1)])
