@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.jaxprs import Untraced
-from pallas_kernels.launch import GroupLaunch, Leaf, Struct
+from pallas_kernels.pipeline import GroupLaunch, Leaf, Struct
 from pallas_kernels.tiles import Tiles
 
 

@@ -6,7 +6,11 @@ import pathlib
 
 # Before the first import of jax. A caller's own choice of platform stands: JAX_PLATFORMS=cuda make test.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Most of the suite's time is XLA's, spent on making the machine code of small programs fast: without that it takes two thirds.
+# Ten steps whose bits are compared are compiled as users compile them: OPTIMIZED in tests/fused_step/test_step.py.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 # The `plan` extra brings a CUDA plug-in that looks for a driver when it loads; only its compiler is used here.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # What one process has compiled, the others and later runs read: a quarter of the suite's time is spent on programs that it has

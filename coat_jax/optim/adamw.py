@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax.optim import codecs, fused, leaves
+from coat_jax.optim.adam_formula import Hyper, Rate
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.moments import Hyper, Rate
 from coat_jax.optim.step import Leaf, first_order, step_leaves, zeros
 from coat_jax.optim.with_master import MasterState, with_master
 from coat_jax.quant import Implementation

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.optim import codecs, leaves, moments
+from coat_jax.optim import adam_formula, codecs, leaves
+from coat_jax.optim.adam_formula import Moments
 from coat_jax.optim.adamw import CoatAdamState
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
-from coat_jax.optim.moments import Moments
 from coat_jax.optim.step import codec_of, groups_of, merge, noise_of_leaf
 from coat_jax.quant import QuantizedArray, dequantize
 
@@ -100,7 +100,7 @@ def from_adamw(
             groups = groups_of(own, mu.shape)
             pair = Moments(*(groups.split(moment.astype(jnp.float32)) for moment in (mu, nu)))
             noise = noise_of_leaf(name, own, groups, None, node.count)
-            kept = moments.encode(pair, own, groups.axes, jnp.zeros(pair.mu.shape, bool), noise)
+            kept = adam_formula.encode(pair, own, groups.axes, jnp.zeros(pair.mu.shape, bool), noise)
             rows.append((merge(kept.mu, groups, own.mu), merge(kept.nu, groups, own.nu)))
         return CoatAdamState(node.count, *tree.build(rows, 2))
 

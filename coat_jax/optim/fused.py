@@ -1,7 +1,7 @@
 """One step of many leaves: a kernel reads and writes each of them once where the program is for a Hopper GPU, else XLA.
 
-Both run the group math of `coat_jax.optim.moments`. Leaves that look alike to a kernel (group axis and size, dtypes) share its
-launches; leaves with float32 moments stay with XLA.
+Both run the group math of `coat_jax.optim.adam_formula`. Leaves that look alike to a kernel (group axis and size, dtypes) share
+its launches; leaves with float32 moments stay with XLA.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coat_jax.optim import master, moments
+from coat_jax.optim import adam_formula, master
+from coat_jax.optim.adam_formula import Hyper, Moments, Rate
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import leaf_seed
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.moments import Hyper, Moments, Rate
 from coat_jax.optim.step import Leaf, codec_of, first_number, groups_of, in_turn, merge, split, step_leaves
 from coat_jax.quant import Groups, Implementation
 from coat_jax.quant.implementation import Operation, choose, group_map, refusal, shareable
@@ -153,9 +153,11 @@ def _launch(
         grad, stored, weight = jax.tree.unflatten(tree, tiles)
         *rest, seed, first = scalars
         hyper, rate = Hyper(*rest[: len(Hyper._fields)]), Rate(*rest[len(Hyper._fields) :])
-        noise = moments.noise_of(seed, lambda: stretched(numbers(), spots[0].stretch) + first, hyper.count, codec.antithetic)
-        followed, kept = moments.step(
-            grad, stored, codec, axes, hyper, noise, lambda u: moments.next_weight(weight, u, keep, rate, hyper, noise)
+        noise = adam_formula.noise_of(
+            seed, lambda: stretched(numbers(), spots[0].stretch) + first, hyper.count, codec.antithetic
+        )
+        followed, kept = adam_formula.step(
+            grad, stored, codec, axes, hyper, noise, lambda u: adam_formula.next_weight(weight, u, keep, rate, hyper, noise)
         )
         return tuple(jax.tree.leaves((kept, followed)))
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.optim import moments
+from coat_jax.optim import adam_formula
+from coat_jax.optim.adam_formula import Hyper, Moments, Noise, Rate
 from coat_jax.optim.codecs import FLOAT32, MomentCodec
 from coat_jax.optim.leaves import leaf_seed
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.moments import Hyper, Moments, Noise, Rate
 from coat_jax.optim.sharding import sharding_of_groups
 from coat_jax.quant import Groups, PerGroup, PerTensor, QuantizedArray, QuantSpec, rounding
 from coat_jax.quant.formats import TINY
@@ -61,7 +61,7 @@ def noise_of_leaf(name: str, codec: MomentCodec, groups: Groups, row: jax.Array 
     def numbers() -> jax.Array:
         return groups.split(rounding.element_index(groups.shape, first_number(groups.shape, row)))
 
-    return moments.noise_of(leaf_seed(name), numbers, count, codec.antithetic)
+    return adam_formula.noise_of(leaf_seed(name), numbers, count, codec.antithetic)
 
 
 def codec_of(codec: MomentCodec, mu: Any, nu: Any, operation: str = "coat_adamw") -> MomentCodec:
@@ -206,10 +206,10 @@ def step_leaf(leaf: Leaf, name: str, codec: MomentCodec, keep: Master | None, hy
     def follow(direction: jax.Array) -> Any:
         if leaf.weight is None or leaf.rate is None:
             return direction
-        return moments.next_weight(jax.tree.map(groups.split, leaf.weight), direction, keep, leaf.rate, hyper, noise)
+        return adam_formula.next_weight(jax.tree.map(groups.split, leaf.weight), direction, keep, leaf.rate, hyper, noise)
 
     stored = Moments(split(leaf.mu, groups), split(leaf.nu, groups))
-    followed, kept = moments.step(groups.split(leaf.grad), stored, codec, groups.axes, hyper, noise, follow)
+    followed, kept = adam_formula.step(groups.split(leaf.grad), stored, codec, groups.axes, hyper, noise, follow)
     return jax.tree.map(groups.merge, followed), merge(kept.mu, groups, codec.mu), merge(kept.nu, groups, codec.nu)
 
 

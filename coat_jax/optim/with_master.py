@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax.optim import codecs, master
+from coat_jax.optim.adam_formula import NoiseUse
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.moments import NoiseUse
 from coat_jax.optim.step import first_order, groups_of, noise_of_leaf
 
 

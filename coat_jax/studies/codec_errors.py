@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.optim import moments
+from coat_jax.optim import adam_formula
+from coat_jax.optim.adam_formula import Hyper, Moments
 from coat_jax.optim.codecs import GROUP, MomentCodec
-from coat_jax.optim.moments import Hyper, Moments
 from coat_jax.optim.step import split, zeros
 from coat_jax.quant import Groups, rounding
 
@@ -81,9 +81,9 @@ def run_cases(codec: MomentCodec, cases: Any, steps: int, groups: int) -> Outcom
             own = jnp.where(changed & (count > case.after), scale * case.factor, scale)
             grad = own * jax.random.normal(jax.random.fold_in(key, count), shape)
             hyper = Hyper.of(count, 0.9, case.b2, EPS, 0.0)
-            noise = moments.noise_of(1, numbers, count, codec.antithetic)
-            update, stored = moments.step(grad, stored, codec, (-1,), hyper, noise)
-            want, truth = moments.adam(grad, truth, hyper)
+            noise = adam_formula.noise_of(1, numbers, count, codec.antithetic)
+            update, stored = adam_formula.step(grad, stored, codec, (-1,), hyper, noise)
+            want, truth = adam_formula.adam(grad, truth, hyper)
             late = (count > case.after + GRACE) & (count <= case.after + LAST)
             moved = tuple(m + jnp.where(late, u, 0.0) for m, u in zip(moved, (update, want), strict=True))
             sums = (jnp.sum(_halves(x) ** 2, 0) for x in (update - want, want))
@@ -95,10 +95,10 @@ def run_cases(codec: MomentCodec, cases: Any, steps: int, groups: int) -> Outcom
         )
         carry = (start, Moments(none, none), (none, none))
         (stored, truth, moved), (error, power) = jax.lax.scan(step, carry, jnp.arange(1, steps + 1))
-        nu = moments.decode(stored, codec, (-1,)).nu
-        noise = moments.noise_of(1, numbers, jnp.int32(steps), codec.antithetic)
-        once = moments.encode(truth, codec, (-1,), jnp.zeros(shape, bool), noise)
-        off = _direction(moments.decode(once, codec, (-1,))) - _direction(truth)
+        nu = adam_formula.decode(stored, codec, (-1,)).nu
+        noise = adam_formula.noise_of(1, numbers, jnp.int32(steps), codec.antithetic)
+        once = adam_formula.encode(truth, codec, (-1,), jnp.zeros(shape, bool), noise)
+        off = _direction(adam_formula.decode(once, codec, (-1,))) - _direction(truth)
         one_shot = jnp.linalg.norm(off) / jnp.linalg.norm(_direction(truth))
         excess = _halves(jnp.abs(moved[0]) - jnp.abs(moved[1]))[:, 0]
         return Outcome(error, power, excess, _halves(nu / jnp.maximum(truth.nu, 1e-37)), one_shot)

@@ -8,7 +8,7 @@ from interpreting import interpreted, same_bytes
 
 from coat_jax.bench.check import compare
 from coat_jax.bench.kernels import Sizes, cases
-from pallas_kernels.launch import GroupLaunch
+from pallas_kernels.pipeline import GroupLaunch
 
 # Enough for two tiles in every stage of both programs that the interpreter runs: 12 where there are three stages.
 SMALL = {"AdamW": Sizes(64, 128, 256), "quantize, e4m3, block": Sizes(64, 512, 512), "": Sizes(64, 1024, 2048)}

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coat_jax import codecs
-from coat_jax.optim import moments
+from coat_jax.optim import adam_formula
+from coat_jax.optim.adam_formula import Moments
 from coat_jax.optim.leaves import group_axis, leaf_codec
-from coat_jax.optim.moments import Moments
 from coat_jax.optim.step import groups_of
 from coat_jax.quant import rounding
 
@@ -24,13 +24,13 @@ def stored(name):
     """A jitted function from two moments to what they are read back as, and to their codes."""
     codec = codecs.named(name)
     groups = groups_of(codec, (SIZE,))
-    noise = moments.noise_of(3, lambda: groups.split(rounding.element_index((SIZE,))), jnp.int32(3), codec.antithetic)
+    noise = adam_formula.noise_of(3, lambda: groups.split(rounding.element_index((SIZE,))), jnp.int32(3), codec.antithetic)
 
     @jax.jit
     def run(mu, nu):
         pair = Moments(groups.split(mu), groups.split(nu))
-        kept = moments.encode(pair, codec, groups.axes, jnp.zeros(pair.mu.shape, bool), noise)
-        back = moments.decode(kept, codec, groups.axes)
+        kept = adam_formula.encode(pair, codec, groups.axes, jnp.zeros(pair.mu.shape, bool), noise)
+        back = adam_formula.decode(kept, codec, groups.axes)
         return groups.merge(back.mu), groups.merge(back.nu), kept
 
     return run

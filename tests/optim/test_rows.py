@@ -6,7 +6,7 @@ import pytest
 
 from coat_jax import codecs
 from coat_jax.optim import step
-from coat_jax.optim.moments import Hyper
+from coat_jax.optim.adam_formula import Hyper
 from coat_jax.optim.step import Leaf, in_rows, step_leaf, zeros
 
 
