@@ -72,9 +72,13 @@ class KernelSpec:
         return jax.eval_shape(lambda: self.inputs(jax.random.key(0)))
 
 
-@functools.cache
 def cases(sizes: Sizes = LLAMA_7B) -> tuple[KernelSpec, ...]:
     """Every kernel of the library, at `sizes`."""
+    return _cases(sizes)
+
+
+@functools.cache  # behind `cases`, for which `cases()` and `cases(LLAMA_7B)` would be two tables of kernels compiled twice
+def _cases(sizes: Sizes) -> tuple[KernelSpec, ...]:
     return (*_quantization(sizes), *_norms(sizes), *_activations(sizes), *_optimizer(sizes), *_products(sizes))
 
 

@@ -41,10 +41,15 @@ def seconds(program: Program, device: Device) -> Seconds:
     """The model's time of a program on a device."""
     ceilings = {"f8": device.f8_flops}
     products = sum(p.flops * p.times / ceilings.get(p.kind, _dense(p.kind, device)) for p in program.products)
-    moved = sum(_traffic(program.module, c, i) * times for c, i, times in hlo.executed(program.module))
+    moved = traffic(program)
     ring = (program.gpus - 1) / program.gpus
     exchanged = sum(_MOVED[c.kind] * c.nbytes * c.times * ring for c in program.collectives)
     return Seconds(products, moved / device.memory_bytes_per_second, exchanged / device.link_bytes_per_second)
+
+
+def traffic(program: Program) -> int:
+    """Bytes that a program's kernels read and write, without those of products and attention."""
+    return sum(_traffic(program.module, c, i) * times for c, i, times in hlo.executed(program.module))
 
 
 def _dense(kind: str, device: Device) -> float:

@@ -13,7 +13,7 @@ from coat_jax.optim.adam_formula import Hyper, Rate
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
-from coat_jax.optim.step import Leaf, first_order, step_leaves, zeros
+from coat_jax.optim.step import Leaf, first_order, zeros
 from coat_jax.optim.with_master import MasterState, with_master
 from coat_jax.quant import Implementation
 from coat_jax.quant.implementation import refuse_explicit
@@ -95,6 +95,7 @@ def scale_by_coat_adam(
     codec: MomentCodec = codecs.COAT,
     quantize_filter: Sequence[str] | None = None,
     min_size: int | None = None,
+    implementation: Implementation | str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, `optax.scale_by_adam`, with moments stored by `codec` between steps.
 
@@ -111,6 +112,8 @@ def scale_by_coat_adam(
         names that Flax, Hugging Face and Tunix give them (`coat_jax.optim.leaves.KEPT`). A filter that begins with an
         exclusion changes the default rule, any other one replaces it. Other leaves keep float32 moments.
       min_size: leaves of fewer elements keep float32 moments; None is 4096.
+      implementation: who computes a step; None takes the kernel in programs for a Hopper GPU. It reads the gradient and both
+        moments once, and writes the moments over the old ones and the direction.
 
     Returns:
       A transformation with state `CoatAdamState`. Updates have the dtype that gradient and parameter have together, float32
@@ -126,6 +129,7 @@ def scale_by_coat_adam(
     """
     patterns, least = leaves.check_filter(quantize_filter), leaves.check_min_size(min_size)
     b1, b2 = _betas(b1, b2)
+    chosen = Implementation.resolve(implementation, "coat_adamw", None)
     if not isinstance(codec, MomentCodec):
         raise TypeError(f"scale_by_coat_adam: codec={codec!r} is not a MomentCodec; use codecs.COAT or codecs.named('coat')")
 
@@ -154,7 +158,7 @@ def scale_by_coat_adam(
             count = optax.safe_increment(state.count)
             columns = zip(tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
             own = [Leaf(first_order(grad), mu, nu, row=row) for grad, mu, nu in columns]
-            done = step_leaves(own, tree.names, codec, None, Hyper.of(count, b1, b2, eps, eps_root))
+            done = fused.update(own, tree.names, codec, None, Hyper.of(count, b1, b2, eps, eps_root), chosen)
             directions, mu, nu = tree.build(done, 3)
         if params is not None:
             directions = jax.tree.map(
@@ -191,7 +195,9 @@ def coat_adamw(
       weight_decay: strength of the decoupled decay, a number or an Optax schedule.
       mask: which leaves decay, as in `optax.adamw`.
       codec, quantize_filter, min_size: as in `scale_by_coat_adam`.
-      implementation: who computes `update_and_apply`; None takes the kernel in programs for a Hopper GPU. `update` is XLA's.
+      implementation: who computes a step; None takes the kernel in programs for a Hopper GPU. There `update`, in any chain,
+        reads gradient and moments once and writes moments and a direction in float32, which XLA makes an update of;
+        `update_and_apply` writes the parameters in the same pass.
       master: how bfloat16 parameters keep small updates: "bf16+8", "bf16+16", "bf16-stochastic", or None where parameters are
         float32. `optax.apply_updates` must follow at once, so this transformation comes last in a chain.
       mu_dtype: None, for callers that give it to any AdamW. The codec says how moments are stored.
@@ -222,15 +228,20 @@ def coat_adamw(
         raise TypeError(f"coat_adamw: mu_dtype={mu_dtype!r}; moments are stored by codec=, such as codecs.COAT; leave it out")
     chosen, keep = Implementation.resolve(implementation, "coat_adamw", None), Master.resolve(master)
     chain = optax.chain(
-        scale_by_coat_adam(b1, b2, eps, eps_root, codec=codec, quantize_filter=quantize_filter, min_size=min_size),
+        scale_by_coat_adam(
+            b1,
+            b2,
+            eps,
+            eps_root,
+            codec=codec,
+            quantize_filter=quantize_filter,
+            min_size=min_size,
+            implementation=chosen,
+        ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
     tx = with_master(chain, keep)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        Implementation.resolve(chosen, "coat_adamw", "has a kernel for update_and_apply only")
-        return tx.update(updates, state, params, **extra)
 
     def update_and_apply(grads: Any, state: Any, params: Any, *, row: jax.Array | None = None) -> tuple[Any, Any]:
         adam, decayed, scaled, *kept = state
@@ -252,7 +263,7 @@ def coat_adamw(
         masters = [MasterState(optax.safe_increment(old.count), compensation) for old in kept]
         return params, (CoatAdamState(count, mu, nu), *counts, *masters)
 
-    return CoatAdamW(tx.init, BothUpdates(update, update_and_apply))
+    return CoatAdamW(tx.init, BothUpdates(tx.update, update_and_apply))
 
 
 def _now(value: optax.ScalarOrSchedule, state: Any) -> jax.Array:

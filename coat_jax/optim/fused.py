@@ -14,7 +14,7 @@ from coat_jax.optim import adam_formula, master
 from coat_jax.optim.adam_formula import Hyper, Moments, Rate
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import leaf_seed
-from coat_jax.optim.master import Master, Weight
+from coat_jax.optim.master import Master
 from coat_jax.optim.step import Leaf, codec_of, first_number, groups_of, in_turn, merge, split, step_leaves
 from coat_jax.quant import Groups, Implementation
 from coat_jax.quant.implementation import Operation, choose, group_map, refusal, shareable
@@ -31,8 +31,8 @@ def update(
     keep: Master | None,
     hyper: Hyper,
     implementation: Implementation | str | None,
-) -> list[tuple[Weight, Any, Any]]:
-    """The next weight of every leaf, and its mu and nu to keep.
+) -> list[tuple[Any, Any, Any]]:
+    """The next weight of every leaf, or its direction (float32) where it has no weight, and its mu and nu to keep.
 
     Raises:
       ValueError: an implementation that is unknown or cannot run.
@@ -67,8 +67,7 @@ def _refusal(leaf: Leaf, codec: MomentCodec, keep: Master | None, groups: Groups
 
 
 def _numbered(leaf: Leaf, codec: MomentCodec, keep: Master | None) -> bool:
-    assert leaf.weight is not None
-    return codec.stochastic or master.needs_noise(leaf.weight.param, keep)
+    return codec.stochastic or (leaf.weight is not None and master.needs_noise(leaf.weight.param, keep))
 
 
 def _step(
@@ -78,7 +77,7 @@ def _step(
     keep: Master | None,
     hyper: Hyper,
     implementation: Implementation | str | None,
-) -> list[tuple[Weight, Any, Any]]:
+) -> list[tuple[Any, Any, Any]]:
     """One step of leaves of one kind."""
 
     def plain(hyper: Hyper, leaves: Sequence[Leaf]) -> Any:
@@ -118,7 +117,7 @@ def _split(hyper: Hyper, leaves: Sequence[Leaf]) -> Split:
             tuple((i, axis) for axis in range(jnp.ndim(x))) for i, part in enumerate(parts) for x in jax.tree.leaves(part)
         )
 
-    kept = [(leaf.weight, leaf.mu, leaf.nu) for leaf in leaves]
+    kept = [(leaf.grad if leaf.weight is None else leaf.weight, leaf.mu, leaf.nu) for leaf in leaves]
     return Split((*labels(hyper), *labels(leaves)), labels(kept))
 
 
@@ -130,7 +129,7 @@ def _launch(
     keep: Master | None,
     hyper: Hyper,
     interpret: bool,
-) -> list[tuple[Weight, Any, Any]]:
+) -> list[tuple[Any, Any, Any]]:
     """One launch of the kernel, for leaves or the parts of leaves at `spots`, which are cut alike."""
     numbered = _numbered(leaves[0], codec, keep)
     codec = codec_of(codec, leaves[0].mu, leaves[0].nu)
@@ -152,29 +151,32 @@ def _launch(
     def step(*tiles, axes, scalars, numbers=None):
         grad, stored, weight = jax.tree.unflatten(tree, tiles)
         *rest, seed, first = scalars
-        hyper, rate = Hyper(*rest[: len(Hyper._fields)]), Rate(*rest[len(Hyper._fields) :])
+        hyper, rate = Hyper(*rest[: len(Hyper._fields)]), rest[len(Hyper._fields) :]
         noise = adam_formula.noise_of(
             seed, lambda: stretched(numbers(), spots[0].stretch) + first, hyper.count, codec.antithetic
         )
-        followed, kept = adam_formula.step(
-            grad, stored, codec, axes, hyper, noise, lambda u: adam_formula.next_weight(weight, u, keep, rate, hyper, noise)
-        )
+
+        def follow(direction):
+            return direction if weight is None else adam_formula.next_weight(weight, direction, keep, Rate(*rate), hyper, noise)
+
+        followed, kept = adam_formula.step(grad, stored, codec, axes, hyper, noise, follow)
         return tuple(jax.tree.leaves((kept, followed)))
 
-    kept_tree = jax.tree.structure(laid[0][1:])
+    gradient, stored, weight = laid[0]
+    results_tree = jax.tree.structure((stored, gradient if weight is None else weight))
     done = group_map(
         step,
         [jax.tree.leaves(operands) for operands in laid],
         groups,
         name="coat_adamw",
         scalars=scalars,
-        aliases={i: i + 1 for i in range(len(jax.tree.leaves(laid[0][1:])))},
+        aliases={i: i + 1 for i in range(len(jax.tree.leaves((stored, weight))))},
         numbered=numbered,
         blocks=2,  # of 151 to 226 registers for each thread
         interpret=interpret,
     )
     results = []
     for arrays, g in zip(done, groups, strict=True):
-        kept, weight = jax.tree.unflatten(kept_tree, arrays)
-        results.append((jax.tree.map(g.merge, weight), merge(kept.mu, g, codec.mu), merge(kept.nu, g, codec.nu)))
+        kept, followed = jax.tree.unflatten(results_tree, arrays)
+        results.append((jax.tree.map(g.merge, followed), merge(kept.mu, g, codec.mu), merge(kept.nu, g, codec.nu)))
     return results

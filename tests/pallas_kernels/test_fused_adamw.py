@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from interpreting import interpreted, numbers_like, same_bytes
 
@@ -24,25 +25,19 @@ def like(shapes, seed, factor=1.0):
 @pytest.mark.parametrize(
     "codec, master, shapes", [("coat", "bf16+8", ROWS), ("coat", None, COLUMNS), ("log_relative", "bf16-stochastic", ROWS)]
 )
-def test_an_interpreted_step_is_that_of_plain_jax(codec, master, shapes):
+@pytest.mark.parametrize("entry", ["update_and_apply", "update"])
+def test_an_interpreted_step_is_that_of_plain_jax(entry, codec, master, shapes):
     """From moments that a step has stored; leaves of one kind share a launch, those of float32 moments have none."""
 
-    def optimizer(implementation):
-        return coat_adamw(3e-4, b2=0.95, codec=codecs.named(codec), master=master, min_size=1, implementation=implementation)
+    def step(implementation):
+        options = {"codec": codecs.named(codec), "master": master, "implementation": implementation}
+        return jax.jit(getattr(coat_adamw(3e-4, b2=0.95, min_size=1, **options), entry))
 
     params = like(shapes, 0)
-    first = jax.jit(optimizer("xla").update_and_apply)(like(shapes, 10, 1e-3), optimizer("xla").init(params), params)
-    steps = [
-        jax.jit(optimizer(name).update_and_apply)(like(shapes, 20, 1e-3), first[1], first[0]) for name in ("xla", "interpret")
-    ]
-    same_bytes(*steps)
-
-
-def test_update_has_no_kernel_and_says_so():
-    optimizer = coat_adamw(1e-3, implementation="interpret", min_size=1)
-    params = like(ROWS, 0)
-    with pytest.raises(ValueError, match="has a kernel for update_and_apply only"):
-        optimizer.update(params, optimizer.init(params), params)
+    state = coat_adamw(3e-4, codec=codecs.named(codec), master=master, min_size=1).init(params)
+    first, state = step("xla")(like(shapes, 10, 1e-3), state, params)
+    params = first if entry == "update_and_apply" else optax.apply_updates(params, first)
+    same_bytes(*(step(name)(like(shapes, 20, 1e-3), state, params) for name in ("xla", "interpret")))
 
 
 def big_step(master, implementation=None):
@@ -71,3 +66,41 @@ def test_compiled_for_an_h100_a_step_is_one_kernel_in_place(master):
     assert program.temp_bytes < 4096
     assert len(re.findall(r"custom_call_target=\S*mosaic_gpu", program.text)) == 1
     assert " copy(" not in program.text
+
+
+def chained(tx):
+    """A training step's second half, as people write it with Optax, and its arguments."""
+    params = {"kernel": jax.ShapeDtypeStruct((4096, 11008), jnp.bfloat16)}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, (params, jax.eval_shape(tx.init, params), params)
+
+
+CHAINS = {
+    "alone": lambda: (coat_adamw(3e-4), 0),
+    "clipped": lambda: (optax.chain(optax.clip_by_global_norm(1.0), coat_adamw(3e-4)), 6),
+    "masked": lambda: (optax.masked(coat_adamw(3e-4), {"kernel": True}), 0),
+    "hyperparameters": lambda: (optax.inject_hyperparams(coat_adamw)(3e-4), 0),
+    "scheduled, log_relative": lambda: (coat_adamw(optax.cosine_decay_schedule(3e-4, 10), codec=codecs.LOG_RELATIVE), 0),
+}
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", CHAINS)
+def test_compiled_for_an_h100_update_is_a_kernel_in_every_chain(name):
+    """A bf16 gradient read, moments read and written, a direction written in float32: 10.16 bytes per parameter. The direction
+    and the parameter read, and the parameter written: 8 more. Clipping reads the gradients for their norm, and reads and writes
+    them: 6."""
+    from coat_jax.compiled import compile_for
+    from coat_jax.compiled.roofline import traffic
+
+    tx, besides = CHAINS[name]()
+    step, args = chained(tx)
+    program = compile_for("h100", step, *args, donate_argnums=(0, 1))
+    assert len(re.findall(r"custom_call_target=\S*mosaic_gpu", program.text)) == 1
+    parameters = 4096 * 11008
+    assert program.temp_bytes <= (4 + besides / 3) * parameters + 4096  # the direction, and the clipped gradients
+    assert traffic(program) <= (18.2 + besides) * parameters
