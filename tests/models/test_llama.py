@@ -1,5 +1,7 @@
 """The Llama: sizes, equality with plain Flax, what each recipe does to its gradients, and remat."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,18 @@ class PlainMLP(nn.Module):
         return dense(self.config.hidden, "down")(nn.silu(gate) * up)
 
 
+@functools.cache
+def initial():
+    """Parameters of `SMALL`, which have the same names and shapes for every recipe."""
+    return jax.jit(llama.Llama(SMALL, recipes.bf16()).init)(jax.random.key(0), TOKENS)["params"]
+
+
+@functools.cache
+def of_recipe(name, remat=None):
+    """The loss and the gradients of `SMALL` at `initial()`."""
+    return gradients(llama.Llama(SMALL, recipes.named(name), remat=remat), initial())
+
+
 def gradients(model, params):
     loss = lambda p: model.apply({"params": p}, TOKENS[:, :-1], TOKENS[:, 1:], method=model.loss)  # noqa: E731
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
@@ -95,20 +109,20 @@ def gradients(model, params):
 
 def test_bf16_is_plain_flax_bit_for_bit():
     model, plain = llama.Llama(SMALL, recipes.bf16()), Plain(SMALL)
-    params = model.init(jax.random.key(0), TOKENS)["params"]
-    flax = plain.init(jax.random.key(0), TOKENS)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
+    flax = jax.jit(plain.init)(jax.random.key(0), TOKENS)["params"]
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, flax)
     trunk = jax.jit(lambda p, t: model.apply({"params": p}, t).astype(SMALL.dtype))(params, TOKENS)
     assert bool((trunk == jax.jit(lambda p, t: plain.apply({"params": p}, t))(params, TOKENS)).all())
 
 
+@pytest.mark.xdist_group("llama")
 def test_recipes_share_parameters_and_stay_near_bf16():
     exact = llama.Llama(llama.preset("tiny", layers=2, hidden=32, intermediate=48, dtype=jnp.float32), recipes.bf16())
-    params = exact.init(jax.random.key(0), TOKENS)["params"]
-    value, true = gradients(exact, params)
+    value, true = gradients(exact, initial())
     errors = {}
     for name in ("bf16", "coat", "lean", "blocks"):
-        loss, grads = gradients(llama.Llama(SMALL, recipes.named(name)), params)
+        loss, grads = of_recipe(name)
         assert loss == pytest.approx(float(value), rel=1e-2)
         errors[name] = float(jnp.linalg.norm(grads - true) / jnp.linalg.norm(true))
     # Every layer adds a forward product's error (2^-4 at worst of each operand) to the stream and a backward one's (2^-4 and
@@ -117,23 +131,21 @@ def test_recipes_share_parameters_and_stay_near_bf16():
     assert max(errors["coat"], errors["lean"], errors["blocks"]) <= (8 * (2 * 2.0**-8 + 2.0**-8 + 2.0**-6)) ** 0.5
 
 
+@pytest.mark.xdist_group("llama")
 def test_remat_of_a_layer_keeps_its_input_and_the_policy_changes_no_bit():
-    params = llama.Llama(SMALL, recipes.lean()).init(jax.random.key(0), TOKENS)["params"]
-    value, grads = gradients(llama.Llama(SMALL, recipes.lean()), params)
-    again, kept = gradients(llama.Llama(SMALL, recipes.lean(), remat=coat_jax.remat_policy), params)
+    value, grads = of_recipe("lean")
+    again, kept = of_recipe("lean", coat_jax.remat_policy)
     assert bool((kept == grads).all())
     assert again == value
-    layer = llama.Llama(SMALL, recipes.bf16(), remat="layer")
-    bf16 = gradients(llama.Llama(SMALL, recipes.bf16()), params)
-    assert bool((gradients(layer, params)[1] == bf16[1]).all())  # bf16() keeps the input exactly
-    loss, redone = gradients(llama.Llama(SMALL, recipes.lean(), remat="layer"), params)
+    assert bool((of_recipe("bf16", "layer")[1] == of_recipe("bf16")[1]).all())  # bf16() keeps the input exactly
+    loss, redone = of_recipe("lean", "layer")
     assert loss == value
     assert jnp.linalg.norm(redone - grads) <= 0.3 * jnp.linalg.norm(grads)  # two FP8 programs, their inputs 2^-4 apart
 
 
 def test_olmo_has_no_norm_parameters_and_ties_its_head():
     model = llama.Llama(llama.preset("olmo-1b", layers=2, hidden=32, intermediate=48, heads=2, kv_heads=2, vocab_size=256))
-    params = model.init(jax.random.key(0), TOKENS)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
     assert sorted(params) == ["embed", "layers"]
     assert sorted(params["layers"]) == ["attention", "mlp"]
     _, grads = gradients(model, params)
@@ -170,7 +182,7 @@ def test_padding_of_weight_zero_changes_neither_loss_nor_gradients():
 
 def test_embeddings_stand_for_tokens():
     model = llama.Llama(SMALL, recipes.coat())
-    params = model.init(jax.random.key(0), TOKENS)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
     rows = params["embed"]["embedding"][TOKENS].astype(SMALL.dtype)
     by_tokens, by_rows = (model.apply({"params": params}, x) for x in (TOKENS, rows))
     assert bool((by_tokens == by_rows).all())

@@ -3,15 +3,19 @@
 Bytes are XLA's plan. U is two bytes for every feature of the residual stream, per token and layer.
 """
 
+import contextlib
 import functools
+import io
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from coat_jax import coat_adamw, ops, recipes
+from coat_jax import cli, coat_adamw, ops, recipes
 from coat_jax.compiled import compile_for
 from coat_jax.models import llama, plain
+from coat_jax.plan.step import PlannedStep
 
 pytestmark = [pytest.mark.plan, pytest.mark.xdist_group("activations")]  # one process: they share compiled programs
 GIB = 2**30
@@ -19,16 +23,16 @@ CONFIG = llama.preset("llama2-7b", param_dtype=jnp.bfloat16)
 SEQ = 2048
 
 
-def model_of(arm):
-    if arm in ("plain", "dots"):
-        return plain.Llama(CONFIG, plain.Remat.DOTS if arm == "dots" else plain.Remat.NONE, attention="cudnn")
-    return llama.Llama(CONFIG, recipes.named(arm.split()[0]), remat="layer" if arm.endswith("layer") else None)
+def model_of(name):
+    if name == "dots":
+        return plain.Llama(CONFIG, plain.Remat.DOTS, attention="cudnn")
+    return llama.Llama(CONFIG, recipes.named(name.split()[0]), remat="layer" if name.endswith("layer") else None)
 
 
 @functools.cache
-def gradients(arm, batch):
+def gradients(name, batch):
     """The loss and all gradients of Llama-2-7B, compiled."""
-    model = model_of(arm)
+    model = model_of(name)
     tokens = jax.ShapeDtypeStruct((batch, SEQ), jnp.int32)
     params = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32))["params"], jax.random.key(0))
     loss = lambda p, x, y: model.apply({"params": p}, x, y, method=model.loss)  # noqa: E731
@@ -40,11 +44,11 @@ def kept_in_u(program, batch):
 
 
 def test_bytes_kept_per_token_and_layer():
-    kept = {arm: kept_in_u(gradients(arm, 1), 1) for arm in ("coat", "lean", "lean layer", "plain", "dots")}
+    kept = {name: kept_in_u(gradients(name, 1), 1) for name in ("coat", "lean", "lean layer", "dots")}
     assert kept["coat"] <= 12.2
     assert kept["lean"] <= 5.6
     assert kept["lean layer"] <= 0.6
-    assert kept["lean"] < 0.5 * kept["dots"] < kept["plain"]
+    assert kept["lean"] < 0.5 * kept["dots"]
 
 
 @pytest.mark.parametrize(("recipe", "batch"), [("coat", 1), ("lean", 1), ("lean", 4)])
@@ -62,10 +66,35 @@ BATCH = 4
 
 
 @functools.cache
-def lean_step(implementation):
-    """The training step of Llama-2-7B with lean activations and COAT moments, compiled."""
-    model = llama.Llama(CONFIG, recipes.lean().replace(implementation=implementation))
-    optimizer = coat_adamw(1e-4, b2=0.95, implementation=implementation)
+def planned():
+    """The row of `coat-jax plan` for the training step with lean activations and COAT moments, and its program."""
+    programs, compiled, said = [], PlannedStep.compile, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(PlannedStep, "compile", lambda self, setting: programs.append(compiled(self, setting)) or programs[-1])
+        command = f"plan llama2-7b --batch {BATCH} --seq {SEQ} --recipe lean --codec coat --json -"
+        assert cli.main(command.split()) == 0
+    [row] = json.loads(said.getvalue())["rows"]
+    return row, programs[0]
+
+
+def test_step_with_lean_activations_and_coat_moments_fits():
+    row, program = planned()
+    assert row["peak_bytes"] == program.peak_bytes <= 51 * GIB and row["fits"]
+    # Seven products of a layer, and two gradients of each; in bf16 only the output head's three.
+    assert row["products"]["f8"] == program.count("f8") == 21
+    assert row["products"]["bf16"] == 3 and "f32" not in row["products"]
+    others = [p.name for p in program.products if p.kind not in ("f8", "attention", "attention backward")]
+    assert others
+    assert all("head_loss" in name for name in others)
+    assert program.count("attention") == 2  # forward, and again in the backward pass
+    assert row["recomputed"] < 0.02  # that attention alone
+    assert kept_in_u(program, BATCH) <= 5.6
+    assert row["kept_bytes"] == sum(kept.nbytes for kept in program.kept)
+
+
+def test_kernels_that_the_library_chooses_want_no_more_memory_than_xla():
+    model = llama.Llama(CONFIG, recipes.lean().replace(implementation="xla"))
+    optimizer = coat_adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1, implementation="xla")
     tokens = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
     params = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32))["params"], jax.random.key(0))
     state = jax.eval_shape(optimizer.init, params)
@@ -75,23 +104,10 @@ def lean_step(implementation):
         value, grads = jax.value_and_grad(loss)(params)
         return *optimizer.update_and_apply(grads, state, params), value
 
-    return compile_for("h100", step, params, state, tokens, tokens, donate_argnums=(0, 1))
-
-
-def test_step_with_lean_activations_and_coat_moments_fits():
-    program = lean_step(None)
-    assert program.peak_bytes <= 51 * GIB
-    assert program.count("f8") >= 21  # seven products of a layer, and two gradients of each
-    others = [p.name for p in program.products if p.kind not in ("f8", "attention", "attention backward")]
-    assert others  # the output head's
-    assert all("head_loss" in name for name in others)
-    assert program.count("attention") == 2  # forward, and again in the backward pass
-    assert kept_in_u(program, BATCH) <= 5.6
-
-
-def test_kernels_that_the_library_chooses_want_no_more_memory_than_xla():
-    assert "elementwise" in lean_step(None).text and "mosaic_gpu" not in lean_step("xla").text
-    assert lean_step(None).peak_bytes <= lean_step("xla").peak_bytes
+    xla = compile_for("h100", step, params, state, tokens, tokens, donate_argnums=(0, 1))
+    _, chosen = planned()
+    assert "elementwise" in chosen.text and "mosaic_gpu" not in xla.text
+    assert chosen.peak_bytes <= xla.peak_bytes
 
 
 LAYERS, ROWS, WIDTH = 4, 256, 512

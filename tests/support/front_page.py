@@ -38,9 +38,12 @@ def sources() -> dict[str, str]:
 
 
 def compiled(source: str) -> dict[str, Any]:
-    """Runs a program as it is printed, then compiles its step for an H100 at `SIZES`, parameters and state donated."""
+    """A program as it is printed, its step compiled for an H100 at `SIZES`, parameters and state donated.
+
+    `test_code_runs` runs the rest of it, the steps.
+    """
     names: dict[str, Any] = {}
-    exec(source, names)
+    exec(source[: source.index("\ntokens = ")], names)
     model = names["LanguageModel"](**SIZES)
     tokens = jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"])
