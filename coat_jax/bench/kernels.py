@@ -13,6 +13,7 @@ import numpy as np
 
 from coat_jax import ops
 from coat_jax.optim import coat_adamw, codecs, master
+from coat_jax.optim.state import viewed
 from coat_jax.quant import (
     E4M3,
     Implementation,
@@ -235,6 +236,7 @@ def _update(sizes: Sizes, codec: str, kept: str | None, least: float) -> KernelS
 
     def stands_for(results: Any) -> Any:
         params, state = results
+        state = viewed(state, "bench", codecs.named(codec))
         if kept != "bf16+8":
             return params, state[0]
         return master.load(master.Weight(params["kernel"], state[3].compensation["kernel"])), state[0]

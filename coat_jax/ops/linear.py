@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from coat_jax.ops.coded_weight import CodedWeight, as_matrix, codes_of, plain_weight
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.scaling import Scaling, seen, write
 from coat_jax.ops.stash import STASH, Stash, keep_quantized, restore_quantized, stashed, unstashed
 from coat_jax.quant import Amax, PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
-from coat_jax.quant.implementation import refuse_explicit
+from coat_jax.quant.explicit import explicit_mesh, joined, on_auto_axes, spec_of
 
 Operand = QuantizedArray | jax.Array
 LinearWeight = jax.Array | CodedWeight
@@ -129,7 +130,6 @@ def products(
         return forward(h, kernels, amaxes)[0]
 
     def forward(h, kernels, amaxes):
-        refuse_explicit("linear, for gradients of FP8 products", h, *map(plain_weight, kernels))
         x = left(h, amaxes)
         rights = map(right, kernels, amaxes.weights)
         ys = [into(x, w, (1, 0), out=dtype).reshape(rows + f) for w, f in zip(rights, features, strict=True)]
@@ -247,8 +247,7 @@ def linear(
 
     Raises:
       TypeError: an array in place of a list.
-      ValueError: shapes that do not contract; no prologue, and not one input; gradients of FP8 products on a mesh with
-        `AxisType.Explicit`.
+      ValueError: shapes that do not contract; no prologue, and not one input; `scaling` on a mesh with `AxisType.Explicit`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -260,6 +259,20 @@ def linear(
     Source: arXiv 2410.19313, section 5.
     """
     refuse_single("linear", inputs=inputs, kernels=kernels)
+    params = () if prologue is None else prologue.params
+    mesh = explicit_mesh(inputs, kernels, params) if recipe.products_quantized else None
+    if mesh is not None:
+        if scaling is not None:
+            raise ValueError("linear: scaling is given on a mesh with Explicit axes; make the mesh with AxisType.Auto")
+        given = inputs, kernels, params
+
+        def call(inputs: Any, kernels: Any, params: Any) -> list[jax.Array]:
+            again = None if prologue is None else prologue._replace(params=params)
+            return linear(inputs, kernels, recipe, prologue=again, axes=axes, shared=shared)
+
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*inputs, *params))
+        h = shapes[0] if prologue is None else jax.eval_shape(prologue.fn, *shapes)
+        return on_auto_axes(call, mesh, _places(inputs[0], h.shape, h.ndim - axes, kernels))(*given)
     operands = list(kernels), scaling
     multiply = functools.partial(contract, recipe=recipe, axes=axes, shared=shared)
     if prologue is None:
@@ -278,6 +291,16 @@ def linear(
         then = functools.partial(contract, recipe=recipe, axes=axes, shared=exact)
         return _told(keeping(fn, then=then)(*inputs, *params, operands), scaling)
     return _told(multiply(keeping(fn)(*inputs, *params), operands), scaling)
+
+
+def _places(x: jax.Array, shape: tuple[int, ...], rows: int, kernels: Sequence[LinearWeight]) -> list[PartitionSpec]:
+    """Where products lie on Explicit axes: rows as those of the input, features as those of the kernel.
+
+    (batch@fsdp, 128) times (128, 512@tensor) gives (batch@fsdp, 512@tensor); times (128@fsdp, 512) gives (batch@fsdp, 512), as
+    every device needs the whole kernel.
+    """
+    size = math.prod(shape[rows:])
+    return [joined(spec_of(x)[:rows], spec_of(w)[w.ndim - len(feature_shape(w, size)) :]) for w in map(plain_weight, kernels)]
 
 
 def _told(result: tuple[list[jax.Array], Any], scaling: Scaling | None) -> list[jax.Array]:

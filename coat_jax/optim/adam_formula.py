@@ -61,11 +61,11 @@ class Hyper(NamedTuple):
     correction_nu: jax.Array
 
     @classmethod
-    def of(cls, count, b1, b2, eps, eps_root) -> "Hyper":
-        """The scalars of step `count` (already incremented)."""
+    def of(cls, count, b1, b2, eps, eps_root, right=1.0) -> "Hyper":
+        """The scalars of step `count` (already incremented). `right` is a factor of every direction: 1, or NaN to stop."""
         b1, b2, eps, eps_root = (jnp.asarray(value, jnp.float32) for value in (b1, b2, eps, eps_root))
         t = count.astype(jnp.float32)
-        return cls(count, b1, b2, eps, eps_root, 1 / (1 - b1**t), 1 / (1 - b2**t))
+        return cls(count, b1, b2, eps, eps_root, right / (1 - b1**t), 1 / (1 - b2**t))
 
     def rounded(self, product: jax.Array) -> jax.Array:
         """The same number, float32, behind a bit operation that no compiler sees through.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,29 +13,16 @@ from coat_jax.optim.adam_formula import Hyper, Rate
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
 from coat_jax.optim.master import Master, Weight
+from coat_jax.optim.sharding import init_on_any_axes, update_on_any_axes
+from coat_jax.optim.state import CoatAdamState, guard, mark, pack, unpack
 from coat_jax.optim.step import Leaf, first_order, zeros
 from coat_jax.optim.with_master import MasterState, with_master
 from coat_jax.quant import Implementation
-from coat_jax.quant.implementation import refuse_explicit
 
 STATIC_ARGS = ("mask", "codec", "quantize_filter", "min_size", "implementation", "master", "mu_dtype")
 """Arguments of `coat_adamw` that decide structure. `optax.inject_hyperparams(coat_adamw)` needs them as its `static_args` only
 where you give a `min_size`, a number, or a `mask` that is a function: it takes the one for a hyperparameter and the other for a
 schedule."""
-
-
-class CoatAdamState(NamedTuple):
-    """Adam's state: `optax.ScaleByAdamState` in which leaves of mu and nu may be quantized.
-
-    Attributes:
-      count: int32, steps taken.
-      mu: first moments; a `QuantizedArray`, or float32, for each parameter.
-      nu: second moments, likewise.
-    """
-
-    count: jax.Array  # type: ignore[assignment]
-    mu: Any
-    nu: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +124,9 @@ def scale_by_coat_adam(
         tree = Named.of(params)
         leaves.refuse_complex(tree)
         chosen = leaves.choose_codecs(tree, codec, patterns, least)
-        if codec.quantizes:
-            refuse_explicit("coat_adamw", *tree.leaves)
-        rows = [(zeros(leaf, own.mu), zeros(leaf, own.nu)) for leaf, own in zip(tree.leaves, chosen, strict=True)]
-        return CoatAdamState(jnp.zeros([], jnp.int32), *tree.build(rows, 2))
+        pairs = list(zip(tree.leaves, chosen, strict=True))
+        mu, nu = [zeros(leaf, own.mu) for leaf, own in pairs], [zeros(leaf, own.nu) for leaf, own in pairs]
+        return pack(tree, jnp.zeros([], jnp.int32), mu, nu, jnp.uint32(mark(codec)))
 
     def update(
         updates: Any, state: CoatAdamState, params: Any = None, *, row: jax.Array | None = None, **extra: Any
@@ -148,25 +134,25 @@ def scale_by_coat_adam(
         del extra
         tree = Named.of(updates)
         leaves.refuse_complex(tree)
+        _refuse_float32_state(state)
+        right = guard(state, codec, "coat_adamw")
+        mu, nu = unpack(state, codec, "coat_adamw")
         if not codec.quantizes:
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+            grads = [g.astype(jnp.float32) for g in tree.leaves]
             adam = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype=jnp.float32)
-            directions, (count, mu, nu) = adam.update(grads, optax.ScaleByAdamState(*state))
+            done, (count, mu, nu) = adam.update(grads, optax.ScaleByAdamState(state.count, mu, nu))
+            done = [right * direction for direction in done]
         else:
-            _refuse_float32_state(state)
-            refuse_explicit("coat_adamw", *tree.leaves)
             count = optax.safe_increment(state.count)
-            columns = zip(tree.leaves, *tree.beside(state.mu, state.nu), strict=True)
-            own = [Leaf(first_order(grad), mu, nu, row=row) for grad, mu, nu in columns]
-            done = fused.update(own, tree.names, codec, None, Hyper.of(count, b1, b2, eps, eps_root), chosen)
-            directions, mu, nu = tree.build(done, 3)
+            own = [Leaf(first_order(g), m, v, row=row) for g, m, v in zip(tree.leaves, mu, nu, strict=True)]
+            rows = fused.update(own, tree.names, codec, None, Hyper.of(count, b1, b2, eps, eps_root, right), chosen)
+            done, mu, nu = ([row[i] for row in rows] for i in range(3))
         if params is not None:
-            directions = jax.tree.map(
-                lambda u, g, p: u.astype(jnp.promote_types(g.dtype, p.dtype)), directions, updates, params
-            )
-        return directions, CoatAdamState(count, mu, nu)
+            both = zip(tree.leaves, tree.beside(params)[0], strict=True)
+            done = [u.astype(jnp.promote_types(g.dtype, p.dtype)) for u, (g, p) in zip(done, both, strict=True)]
+        return tree.structure.unflatten(done), pack(tree, count, mu, nu, state.codec)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_on_any_axes(init), update_on_any_axes(update))
 
 
 def coat_adamw(
@@ -248,22 +234,27 @@ def coat_adamw(
         _refuse_float32_state(adam)
         tree = Named.of(params)
         leaves.refuse_complex(tree)
-        refuse_explicit("coat_adamw", *tree.leaves)
         count = optax.safe_increment(adam.count)
         nothing = tree.structure.unflatten([None] * len(tree.leaves))
-        columns = tree.beside(grads, adam.mu, adam.nu, kept[0].compensation if kept else nothing)
+        right = guard(adam, codec, "coat_adamw")
+        columns = tree.beside(grads, kept[0].compensation if kept else nothing)
         rates = _rates(_now(learning_rate, scaled), _now(weight_decay, decayed), mask, params)
         own = [
             Leaf(first_order(grad), mu, nu, Weight(first_order(param), lack), jax.tree.map(first_order, rate), row)
-            for param, rate, grad, mu, nu, lack in zip(tree.leaves, rates, *columns, strict=True)
+            for param, rate, grad, lack, mu, nu in zip(
+                tree.leaves, rates, *columns, *unpack(adam, codec, "coat_adamw"), strict=True
+            )
         ]
-        done = fused.update(own, tree.names, codec, keep, Hyper.of(count, *_betas(b1, b2), eps, eps_root), chosen)
-        params, compensation, mu, nu = tree.build([(*weight, mu, nu) for weight, mu, nu in done], 4)
+        hyper = Hyper.of(count, *_betas(b1, b2), eps, eps_root, right)
+        done = fused.update(own, tree.names, codec, keep, hyper, chosen)
+        params, compensation = tree.build([weight for weight, _, _ in done], 2)
+        moments = pack(tree, count, [mu for _, mu, _ in done], [nu for _, _, nu in done], adam.codec)
         counts = jax.tree.map(optax.safe_increment, (decayed, scaled))  # all that the states of both can hold
         masters = [MasterState(optax.safe_increment(old.count), compensation) for old in kept]
-        return params, (CoatAdamState(count, mu, nu), *counts, *masters)
+        return params, (moments, *counts, *masters)
 
-    return CoatAdamW(tx.init, BothUpdates(tx.update, update_and_apply))
+    both = BothUpdates(update_on_any_axes(tx.update), update_on_any_axes(update_and_apply))
+    return CoatAdamW(init_on_any_axes(tx.init), both)
 
 
 def _now(value: optax.ScalarOrSchedule, state: Any) -> jax.Array:

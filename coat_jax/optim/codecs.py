@@ -49,14 +49,11 @@ class MomentCodec:
         """Whether any moment is rounded stochastically."""
         return any(spec is not None and spec.rounding is Rounding.STOCHASTIC for spec in (self.mu, self.nu))
 
-    def along(self, axis: int) -> "MomentCodec":
-        """The same codec with groups along `axis`, counted from the end."""
+    def along(self, groups: PerGroup) -> "MomentCodec":
+        """The same codec with these groups."""
 
         def turn(spec: QuantSpec | None) -> QuantSpec | None:
-            if spec is None:
-                return None
-            assert isinstance(spec.granularity, PerGroup)
-            return dataclasses.replace(spec, granularity=dataclasses.replace(spec.granularity, axis=axis))
+            return None if spec is None else dataclasses.replace(spec, granularity=groups)
 
         return dataclasses.replace(self, mu=turn(self.mu), nu=turn(self.nu))
 

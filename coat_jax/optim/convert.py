@@ -1,6 +1,6 @@
 """Between states: a running `optax.adamw` to `coat_adamw` and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,21 +9,11 @@ import optax
 
 from coat_jax.optim import adam_formula, codecs, leaves
 from coat_jax.optim.adam_formula import Moments
-from coat_jax.optim.adamw import CoatAdamState
 from coat_jax.optim.codecs import MomentCodec
 from coat_jax.optim.leaves import Named
-from coat_jax.optim.step import codec_of, groups_of, merge, noise_of_leaf
+from coat_jax.optim.state import CoatAdamState, guard, is_quantized, mark, pack, recognized, replace_states, unpack
+from coat_jax.optim.step import groups_of, merge, noise_of_leaf
 from coat_jax.quant import QuantizedArray, dequantize
-
-
-def is_quantized(node: Any) -> bool:
-    """Whether a node of a state is a `QuantizedArray`."""
-    return isinstance(node, QuantizedArray)
-
-
-def replace_states(state: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
-    """`state` with every node of type `kind` replaced by fn of it."""
-    return jax.tree.map(lambda node: fn(node) if isinstance(node, kind) else node, state, is_leaf=lambda n: isinstance(n, kind))
 
 
 def read_moment(stored: QuantizedArray | jax.Array) -> jax.Array:
@@ -31,38 +21,42 @@ def read_moment(stored: QuantizedArray | jax.Array) -> jax.Array:
     return dequantize(stored) if isinstance(stored, QuantizedArray) else stored
 
 
-def read(state: CoatAdamState, codec: MomentCodec, operation: str) -> optax.ScaleByAdamState:
+def read(state: CoatAdamState, codec: MomentCodec | None, operation: str) -> optax.ScaleByAdamState:
     """The moments that a state stands for, in float32, as a state of `optax.scale_by_adam`.
 
     Args:
       state: of an optimizer with this codec.
-      codec: what tells a relative mu from a plain one.
+      codec: of the optimizer; None is the one with a name that made the state.
       operation: who asks, for messages.
 
     Raises:
       ValueError: the state was made with another codec.
     """
 
+    own = recognized(state, operation) if codec is None else codec
+
     def mu_of(mu: Any, nu: Any) -> jax.Array:
-        codec_of(codec, mu, nu, operation)
         value, second = read_moment(mu), read_moment(nu)
         if not (is_quantized(mu) or is_quantized(nu)):
             return value
-        return jnp.where(second > 0, value * jnp.sqrt(second) if codec.relative else value, 0.0)
+        return jnp.where(second > 0, value * jnp.sqrt(second) if own.relative else value, 0.0)
 
-    mu = jax.tree.map(mu_of, state.mu, state.nu, is_leaf=is_quantized)
-    return optax.ScaleByAdamState(state.count, mu, jax.tree.map(read_moment, state.nu, is_leaf=is_quantized))
+    guard(state, own, operation)
+    tree = Named.of(state.mu.codes)
+    mus, nus = unpack(state, own, operation)
+    mu, nu = [mu_of(*pair) for pair in zip(mus, nus, strict=True)], [read_moment(nu) for nu in nus]
+    return optax.ScaleByAdamState(state.count, tree.structure.unflatten(mu), tree.structure.unflatten(nu))
 
 
-def to_adamw(state: Any, codec: MomentCodec = codecs.COAT) -> Any:
+def to_adamw(state: Any, codec: MomentCodec | None = None) -> Any:
     """The state of `optax.adamw` that a `coat_adamw` state without a master stands for, at any depth of wrappers and chains.
 
     Args:
       state: any tree of states.
-      codec: of the optimizer.
+      codec: of the optimizer; None is the one with a name that made the state.
 
     Raises:
-      ValueError: the state was made with another codec.
+      ValueError: the state was made with another codec, or with one that has no name.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -102,6 +96,6 @@ def from_adamw(
             noise = noise_of_leaf(name, own, groups, None, node.count)
             kept = adam_formula.encode(pair, own, groups.axes, jnp.zeros(pair.mu.shape, bool), noise)
             rows.append((merge(kept.mu, groups, own.mu), merge(kept.nu, groups, own.nu)))
-        return CoatAdamState(node.count, *tree.build(rows, 2))
+        return pack(tree, node.count, [mu for mu, _ in rows], [nu for _, nu in rows], jnp.uint32(mark(codec)))
 
     return replace_states(state, optax.ScaleByAdamState, convert)

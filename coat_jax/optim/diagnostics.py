@@ -6,25 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.optim import codecs, convert
-from coat_jax.optim.adamw import CoatAdamState
+from coat_jax.optim import convert
 from coat_jax.optim.codecs import MomentCodec
-from coat_jax.optim.convert import is_quantized
 from coat_jax.optim.leaves import path_name
+from coat_jax.optim.state import CoatAdamState, is_quantized, viewed
 from coat_jax.quant import LogRange, PerGroup, PowerExpansion, QuantizedArray
 
 
-def adam_states(state: Any) -> list[CoatAdamState]:
-    """Every `CoatAdamState` inside a tree of states."""
+def adam_states(state: Any, operation: str = "adam_states", codec: MomentCodec | None = None) -> list[CoatAdamState]:
+    """Every `CoatAdamState` inside a tree of states, its mu and nu as trees of `QuantizedArray`s and float32 arrays."""
+    state = viewed(state, operation, codec)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, CoatAdamState))
     return [node for node in nodes if isinstance(node, CoatAdamState)]
 
 
-def describe_state(state: Any) -> str:
+def describe_state(state: Any, codec: MomentCodec | None = None) -> str:
     """A table of every leaf of a state: path, shape, how it is stored, group, axis, bytes, share of all bytes.
 
     Args:
       state: any tree of states or of their shapes.
+      codec: of the optimizer; None is the one with a name that made the state.
 
     Example:
       >>> import jax.numpy as jnp
@@ -32,12 +33,14 @@ def describe_state(state: Any) -> str:
       >>> print(describe_state(coat_adamw(1e-3).init({"kernel": jnp.ones((64, 128))})))
       leaf         shape   stored as            group  axis  bytes   share
       0/count      scalar  int32                -      -     4       0.0%
-      0/mu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
-      0/nu/kernel  64x128  e4m3 PowerExpansion  128    -1    8,512   50.0%
-      quantized    100.0%  of mu and nu                      17,024  100.0%
-      total                                                  17,028
+      0/mu/kernel  64x128  e4m3 PowerExpansion  64     -1    8,832   50.0%
+      0/nu/kernel  64x128  e4m3 PowerExpansion  64     -1    8,832   50.0%
+      0/codec      scalar  uint32               -      -     4       0.0%
+      quantized    100.0%  of mu and nu                      17,664  100.0%
+      total                                                  17,672
     """
     rows = []
+    state = viewed(state, "describe_state", codec)
     for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:
         if isinstance(leaf, QuantizedArray):
             groups = leaf.spec.granularity
@@ -66,8 +69,10 @@ def describe_state(state: Any) -> str:
 
 
 def _share_quantized(state: Any) -> tuple[float | None, int]:
-    """Which share of the elements of mu and nu is quantized, None without moments, and the bytes of these."""
-    moments = jax.tree.leaves([(adam.mu, adam.nu) for adam in adam_states(state)], is_leaf=is_quantized)
+    """Which share of the elements of mu and nu of a viewed state is quantized, None without moments, and the bytes of these."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, CoatAdamState))
+    adams = [node for node in nodes if isinstance(node, CoatAdamState)]
+    moments = jax.tree.leaves([(adam.mu, adam.nu) for adam in adams], is_leaf=is_quantized)
     stored = [leaf for leaf in moments if is_quantized(leaf)]
     size = sum(leaf.size for leaf in moments)
     return sum(leaf.size for leaf in stored) / size if size else None, sum(leaf.nbytes for leaf in stored)
@@ -104,17 +109,18 @@ def _octaves(moment: QuantizedArray) -> jax.Array:
     return jnp.max(exponent) / 4.0
 
 
-def health(grads: Any, state: Any) -> Health:
+def health(grads: Any, state: Any, codec: MomentCodec | None = None) -> Health:
     """The signals of `Health`, from gradients and the state after their step. Works under jit.
 
     Args:
       grads: gradients as given to the optimizer.
       state: any tree of states with a `CoatAdamState` inside.
+      codec: of the optimizer; None is the one with a name that made the state.
 
     Raises:
-      ValueError: no `CoatAdamState` in the state.
+      ValueError: no `CoatAdamState` in the state, or one of another codec.
     """
-    states = adam_states(state)
+    states = adam_states(state, "health", codec)
     if not states:
         raise ValueError("health: state holds no CoatAdamState; give the state of coat_adamw, or one with it inside")
 
@@ -147,18 +153,18 @@ class MomentError(NamedTuple):
     update: jax.Array
 
 
-def moment_error(state: CoatAdamState, reference: Any, codec: MomentCodec = codecs.COAT) -> MomentError:
+def moment_error(state: CoatAdamState, reference: Any, codec: MomentCodec | None = None) -> MomentError:
     """How far stored moments are from float32 ones, over the leaves that are quantized.
 
     Args:
       state: moments stored by `codec`.
       reference: float32 moments with fields mu and nu, such as `optax.ScaleByAdamState`.
-      codec: of the state.
+      codec: of the state; None is the one with a name that made it.
 
     Raises:
       ValueError: nothing in the state is quantized, or it was made with another codec.
     """
-    marks = [is_quantized(leaf) for leaf in jax.tree.leaves(state.nu, is_leaf=is_quantized)]
+    marks = [scale is not None for scale in jax.tree.leaves(state.nu.scale, is_leaf=lambda node: node is None)]
     if not any(marks):
         raise ValueError("moment_error: state has no quantized leaf; compare a state of a codec other than FLOAT32")
     got = convert.read(state, codec, "moment_error")

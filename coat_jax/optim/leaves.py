@@ -1,4 +1,4 @@
-"""Which leaves of a parameter tree are quantized, along which axis their groups run, and the seed of each: all static."""
+"""Which leaves of a parameter tree are quantized, how each is cut into groups, and the seed of each: all static."""
 
 import fnmatch
 import math
@@ -94,31 +94,53 @@ def matches(name: str, patterns: Sequence[str], otherwise: bool = False) -> bool
     return chosen
 
 
-def group_axis(shape: Sequence[int], size: int) -> int:
-    """The axis along which groups of `size` run, from the global shape: -1 or -2, that whose groups divide further by two.
+DEVICES = 8
+"""Devices that may share a leaf along either of its last two axes, each with whole groups, wherever its shape allows."""
 
-    A scale's sharding is the parameter's, so the number of groups must divide by the mesh. Between equals the axis with fewer
-    groups is taken. With groups of 128:
 
-        shape           along -1                       along -2                      taken
-        4096 x 11008    86 in a row: 2 divides it      32 in a column: 32 divides    -2, which 8 devices can share
-        11008 x 4096    32 in a row                    86 in a column                -1
-        128 x 64        1 of 64 in each of 128 rows    1 of 128 in each of 64        -2: 64 scales instead of 128
+def choose_groups(shape: Sequence[int], size: int) -> PerGroup:
+    """Groups of at most `size` along one of the last two axes, chosen by the global shape so that devices can share the leaf.
+
+    The scales of a leaf are sharded like the leaf, and no group may lie on two devices. So the group is the largest one, from
+    `size` down to half of it, of which whole ones fit into an eighth of the axis; if there is none, into a quarter, a half, or
+    the whole. Multiples of 16, which the kernels take, are tried before those of 8. The axis of the larger groups is taken,
+    between equals that with fewer groups in all. With `size` 128:
+
+        shape           an eighth of each axis    groups          for two moments
+        4096 x 11008    512, 1376                 128 along -2    0.08 bytes of scales and exponents per element
+        4864 x 896      608, 112                  112 along -1    0.09
+        576 x 1536      72, 192                   96 along -1     0.10
+        576 x 576       72, 72                    72 along -1     0.14; no kernel
+        1000 x 999      125, none                 125 is no multiple of 8: a quarter, 250, has none, a half, 500, neither;
+                                                  128 along -2, the last one shorter, and devices cannot share that axis
     """
     if len(shape) < 2:
-        return -1
+        return PerGroup(size)
 
-    def merit(axis: int) -> tuple[int, int]:
-        groups, others = -(-shape[axis] // size), shape[-3 - axis]
-        return groups & -groups, -groups * others  # the largest power of two that divides it; how few there are
+    def merit(groups: PerGroup, shared: int) -> tuple[int, int, int]:
+        along, across = shape[groups.axis], shape[-3 - groups.axis]
+        return shared, min(groups.size, along), -(-(-along // groups.size) * across)
 
-    return max((-1, -2), key=merit)
+    found = [(merit(groups, shared), groups) for axis in (-1, -2) for groups, shared in [_along(shape[axis], axis, size)]]
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def _along(length: int, axis: int, size: int) -> tuple[PerGroup, int]:
+    """The groups of an axis of `length`, and how many devices can share it."""
+    for devices in (DEVICES, DEVICES // 2, DEVICES // 4):
+        share, rest = divmod(length, devices)
+        for step in (16, 8, size):
+            if not rest:
+                for candidate in range(size - size % step, (size - 1) // 2, -step):
+                    if share % candidate == 0:
+                        return PerGroup(candidate, axis), devices
+    return PerGroup(size, axis), 1
 
 
 def leaf_codec(
     name: str, shape: Sequence[int], codec: MomentCodec, patterns: Sequence[str] | None, min_size: int
 ) -> MomentCodec:
-    """The codec of one leaf with its group axis chosen; `FLOAT32` where the leaf is not quantized."""
+    """The codec of one leaf with its groups chosen; `FLOAT32` where the leaf is not quantized."""
     spec = codec.nu or codec.mu
     if spec is None or not shape or math.prod(shape) < max(1, min_size):
         return FLOAT32
@@ -126,7 +148,7 @@ def leaf_codec(
     if not (default if patterns is None else matches(name, patterns, default)):
         return FLOAT32
     assert isinstance(spec.granularity, PerGroup)
-    return codec.along(group_axis(shape, spec.granularity.size))
+    return codec.along(choose_groups(shape, spec.granularity.size))
 
 
 def leaf_seed(name: str) -> int:

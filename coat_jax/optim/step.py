@@ -1,8 +1,7 @@
 """One step of leaves in plain JAX: arrays as they are kept on one side, group math on the other."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +64,7 @@ def noise_of_leaf(name: str, codec: MomentCodec, groups: Groups, row: jax.Array 
 
 
 def codec_of(codec: MomentCodec, mu: Any, nu: Any, operation: str = "coat_adamw") -> MomentCodec:
-    """The codec of a leaf by what it keeps: `codec` along the leaf's axis, or FLOAT32.
+    """The codec of a leaf by what it keeps: `codec` with the leaf's groups, or FLOAT32.
 
     Raises:
       ValueError: a state that was made with another codec.
@@ -74,7 +73,8 @@ def codec_of(codec: MomentCodec, mu: Any, nu: Any, operation: str = "coat_adamw"
     kept = next((spec.granularity for spec in specs if spec is not None), None)
     if kept is None:
         return FLOAT32
-    own = codec.along(kept.axis)  # type: ignore[attr-defined]
+    assert isinstance(kept, PerGroup)
+    own = codec.along(kept)
     for name, spec, wanted in zip(("mu", "nu"), specs, (own.mu, own.nu), strict=True):
         if spec != wanted:
             raise ValueError(
@@ -82,22 +82,6 @@ def codec_of(codec: MomentCodec, mu: Any, nu: Any, operation: str = "coat_adamw"
                 "use the codec that the state was made with"
             )
     return own
-
-
-def revive(stored: Any, spec: QuantSpec | None) -> Any:
-    """A stored moment, made a `QuantizedArray` again where only a mapping of its parts is left.
-
-    `flax.nnx.Optimizer` keeps its state as nested mappings, in which nodes of other libraries lose their class after a step.
-    The axis of the groups is the one for which the scale's shape fits.
-    """
-    if not isinstance(stored, Mapping) or spec is None:
-        return stored
-    payload, scale = stored["payload"], stored["scale"]
-    assert isinstance(spec.granularity, PerGroup)
-    turned = (dataclasses.replace(spec.granularity, axis=-1 - i) for i in range(payload.ndim))
-    fits = next(groups for groups in turned if Groups.of(groups, payload.shape).scale_shape == scale.shape)
-    spec = dataclasses.replace(spec, granularity=fits)
-    return QuantizedArray(payload, scale, stored.get("exponent"), spec, FLOAT)
 
 
 def zeros(like: Any, spec: QuantSpec | None) -> QuantizedArray | jax.Array:
@@ -192,11 +176,10 @@ def step_leaf(leaf: Leaf, name: str, codec: MomentCodec, keep: Master | None, hy
     """One step of the leaf called `name`: its next weight, or its direction (float32) where it has none, and mu and nu to keep.
 
     Args:
-      codec: of the optimizer; a leaf uses it, along its own axis, where its moments are quantized.
+      codec: of the optimizer; a leaf uses it, with its own groups, where its moments are quantized.
       keep: how bfloat16 parameters are kept.
       hyper: the scalars of the step.
     """
-    leaf = leaf._replace(mu=revive(leaf.mu, codec.mu), nu=revive(leaf.nu, codec.nu))
     if is_stack(leaf):
         return in_rows(lambda row: step_leaf(row, name, codec, keep, hyper), leaf)
     codec = codec_of(codec, leaf.mu, leaf.nu)

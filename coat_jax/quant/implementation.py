@@ -99,16 +99,6 @@ def shareable(groups: Groups) -> bool:
     return not groups.ragged and all(groups.scale_shape[axis] % devices == 0 for axis in groups.axes)
 
 
-def refuse_explicit(operation: str, *arrays: jax.Array) -> None:
-    """Raises ValueError for shardings that are part of types: how results lie would have to be said step by step."""
-    for x in arrays:
-        if any(axis is not None for axis in jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{operation}: {jax.typeof(x)} lies on Explicit axes of a mesh; make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,), one for each axis"
-            )
-
-
 def choose(
     kernel: Callable[..., Any],
     plain: Callable[..., Any],

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from coat_jax.compiled import Residual, kept_for_backward
+from coat_jax.optim.state import viewed
 from coat_jax.quant import QuantizedArray
 
 
@@ -35,6 +36,7 @@ def state_bytes(opt_state: Any) -> dict[str, Any]:
     """
     sizes: collections.Counter[str] = collections.Counter()
     names: list[str] = []
+    opt_state = viewed(opt_state, "state_bytes")
     for field in ("mu", "nu"):
         moments = optax.tree.get(opt_state, field)
         for path, leaf in jax.tree.leaves_with_path(moments, is_leaf=lambda x: isinstance(x, QuantizedArray)):

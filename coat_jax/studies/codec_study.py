@@ -97,7 +97,7 @@ def real_moments(state: State) -> dict[str, Any]:
 
 def bytes_per_parameter(codec: MomentCodec) -> float:
     """Bytes of both moments per element of a quantized leaf whose last axis is a multiple of the group."""
-    leaf = {"kernel": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    leaf = {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
     state = jax.eval_shape(coat_adamw(1.0, codec=codec).init, leaf)[0]
     moments = jax.tree.leaves((state.mu, state.nu))
-    return sum(x.size * np.dtype(x.dtype).itemsize for x in moments) / (512 * 512)
+    return sum(x.size * np.dtype(x.dtype).itemsize for x in moments) / (1024 * 1024)

@@ -52,4 +52,5 @@ def test_quantized_training_follows_float32(codec):
     moved = jnp.linalg.norm(theirs["kernel"] - params["kernel"])
     assert jnp.linalg.norm(mine["kernel"] - theirs["kernel"]) < 0.25 * moved
     np.testing.assert_allclose(mine["bias"], theirs["bias"], rtol=1e-5, atol=1e-6)
-    assert state[0].mu["kernel"].nbytes + state[0].nu["kernel"].nbytes <= 2.08 * params["kernel"].size
+    stored = [part["kernel"] for moment in state[0][1:3] for part in moment if part["kernel"] is not None]
+    assert sum(x.nbytes for x in stored) <= 2.16 * params["kernel"].size  # groups of 64, which two devices can share

@@ -33,7 +33,7 @@ for dtype, master in ((jnp.float32, None), (jnp.bfloat16, "bf16+8")):
     for _ in range(3):
         updates, state = jax.jit(tx.update)(params, state, params)
     assert jax.tree.structure(state) == jax.tree.structure(want)
-    assert isinstance(state.inner_state[0].mu["kernel"], QuantizedArray)
+    assert state.inner_state[0].mu.codes["kernel"].dtype == jnp.float8_e4m3fn
     # Three equal gradients: each step is the learning rate and a decay of 1e-4, which bfloat16 rounds away.
     assert abs(float(updates["kernel"][0, 0]) + 1e-3) < 2e-5 or master, updates["kernel"][0, 0]
     assert bool(jnp.isfinite(updates["kernel"]).all())
@@ -51,16 +51,16 @@ kept = {"wte": (512, 64), "wpe": (512, 64), "h": {"ln_1": {"scale": (12, 512)}},
 coded = {"text_embedding_model": {"mlp": {"kernel": (256, 256)}, "head": {"w": (256, 256)}}, "layers": {"q": (4, 64, 64)}}
 for shapes, quantized in ((kept, False), (coded, True)):
     params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
-    mu = jax.eval_shape(coat_adamw(1e-3).init, params)[0].mu
-    for leaf in jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, QuantizedArray)):
-        assert isinstance(leaf, QuantizedArray) == quantized, (mu, quantized)
+    codes = jax.eval_shape(coat_adamw(1e-3).init, params)[0].mu.codes
+    for leaf in jax.tree.leaves(codes):
+        assert (leaf.dtype == jnp.float8_e4m3fn) == quantized, (codes, quantized)
 """,
     "a filter that fits nothing": """
 from coat_jax.optim.diagnostics import describe_state
 params = {"mlp": {"kernel": jnp.ones((256, 256))}, "lm_head": {"kernel": jnp.ones((256, 256))}}
 state = coat_adamw(1e-3, quantize_filter=("!*lm_head*",)).init(params)  # exclusions alone change the default rule
-assert isinstance(state[0].mu["mlp"]["kernel"], QuantizedArray)
-assert not isinstance(state[0].mu["lm_head"]["kernel"], QuantizedArray)
+assert state[0].mu.codes["mlp"]["kernel"].dtype == jnp.float8_e4m3fn
+assert state[0].mu.codes["lm_head"]["kernel"].dtype == jnp.float32 and state[0].mu.scale["lm_head"]["kernel"] is None
 assert "quantized" in describe_state(state) and " 50.0% " in describe_state(state)
 try:
     coat_adamw(1e-3, quantize_filter=("*lm_hed*",)).init(params)
@@ -70,8 +70,10 @@ else:
     raise AssertionError("a slip of the pen")
 """,
     "a state mapped to types prints": """
-state = coat_adamw(1e-3).init({"kernel": jnp.ones((64, 128))})
-assert "QuantizedArray(float32[] as e4m3" in repr(jax.tree.map(type, state))
+from coat_jax import PerGroup, QuantSpec, E4M3, quantize
+stored = quantize(jnp.ones((64, 128)), QuantSpec(E4M3, PerGroup(128)))
+assert "QuantizedArray(float32[] as e4m3" in repr(jax.tree.map(type, stored))
+repr(jax.tree.map(type, coat_adamw(1e-3).init({"kernel": jnp.ones((64, 128))})))
 """,
     "an optimizer is copied and rebuilt": """
 from flax import nnx
@@ -93,24 +95,37 @@ for codec in (codecs.COAT, codecs.LOG_RELATIVE, codecs.FLOAT32):
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
             on[shard.device.id] += shard.data.nbytes
-    assert max(on.values()) - min(on.values()) <= 8, on  # the counts
-odd = {"k": jax.device_put(jnp.ones((96, 1536)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))}
-scale = coat_adamw(1e-3).init(odd)[0].mu["k"].scale  # 12 groups, which 8 devices cannot share
-assert scale.sharding.is_fully_replicated and len(scale.sharding.device_set) == 8 or scale.shape != (96, 12), scale.sharding
+    assert max(on.values()) - min(on.values()) <= 12, on  # the counts and the codec's mark
+odd = {"k": jax.device_put(jnp.ones((100, 1096)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))}
+scale = coat_adamw(1e-3).init(odd)[0].mu.scale["k"]  # 9 groups, which 8 devices cannot share
+assert scale.shape == (100, 9) and scale.sharding.is_fully_replicated and len(scale.sharding.device_set) == 8, scale.sharding
 """,
     "a state is read by its own codec": """
 from coat_jax.optim.convert import to_adamw
 from coat_jax.optim.diagnostics import moment_error
 params = {"k": jnp.ones((64, 128))}
 state = coat_adamw(1e-3, codec=codecs.LOG_RELATIVE).init(params)
-for name, call in (("to_adamw", to_adamw), ("moment_error", lambda s: moment_error(s[0], optax.adamw(1e-3).init(params)[0]))):
+_, state = coat_adamw(1e-3, codec=codecs.LOG_RELATIVE).update({"k": jnp.full((64, 128), 1e-3)}, state, params)
+exact = optax.adamw(1e-3).init(params)[0]
+for name, call in (("to_adamw", to_adamw), ("moment_error", lambda s, c: moment_error(s[0], exact, c))):
     try:
-        call(state)
+        call(state, codecs.COAT)
     except ValueError as error:
-        assert str(error).startswith(name + ": the state keeps mu as int8"), error
+        assert str(error).startswith(name + ": the state belongs to the codec 'log_relative'"), error
     else:
         raise AssertionError(name)
-to_adamw(state, codecs.LOG_RELATIVE)
+assert abs(float(to_adamw(state)[0].mu["k"][0, 0]) / 1e-4 - 1) < 0.02  # mu itself, not mu / sqrt(nu), which is 3.2
+import dataclasses
+from coat_jax import PowerExpansion
+own = dataclasses.replace(codecs.COAT, mu=dataclasses.replace(codecs.COAT.mu, expansion=PowerExpansion(64.0)))
+mine = coat_adamw(1e-3, codec=own).init(params)
+try:
+    to_adamw(mine)
+except ValueError as error:
+    assert "a codec that has no name; give it as codec=" in str(error), error
+else:
+    raise AssertionError("a codec of one's own")
+to_adamw(mine, own)
 """,
     "complex leaves are refused": """
 params = {"c": jnp.full((4,), 1 + 1j, jnp.complex64)}

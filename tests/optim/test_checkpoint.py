@@ -79,12 +79,12 @@ def test_a_template_of_another_codec_dtype_or_version_is_refused(tmp_path):
     checkpoint.save(tmp_path / "coat", coat_adamw(1e-3).init(params))
     for codec in (codecs.FLOAT32, codecs.COAT_E5M2, codecs.LOG_RELATIVE):
         other = jax.eval_shape(coat_adamw(1e-3, codec=codec).init, params)
-        with pytest.raises(ValueError, match="0/.u/kernel was saved as .* the template has"):
+        with pytest.raises(ValueError, match="0/.u/.*/kernel was saved as .* the template has"):
             checkpoint.restore(tmp_path / "coat", other)
     (file,) = (f for f in (tmp_path / "coat" / "manifest").iterdir() if "format_version" in f.read_text())
     changed = json.loads(file.read_text()) | {"format_version": 7}
     file.write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match="format version 7, this is coat_jax's version 1"):
+    with pytest.raises(ValueError, match="format version 7, this is coat_jax's version 2"):
         checkpoint.restore(tmp_path / "coat", jax.eval_shape(coat_adamw(1e-3).init, params))
     with pytest.raises(ValueError, match="is no checkpoint"):
         checkpoint.restore(tmp_path / "nothing", {})

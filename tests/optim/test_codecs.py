@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from coat_jax import codecs
 from coat_jax.optim import adam_formula
 from coat_jax.optim.adam_formula import Moments
-from coat_jax.optim.leaves import group_axis, leaf_codec
+from coat_jax.optim.leaves import choose_groups, leaf_codec
 from coat_jax.optim.step import groups_of
-from coat_jax.quant import rounding
+from coat_jax.quant import PerGroup, rounding
 
 NAMES = [name for name in codecs.names() if name != "float32"]
 SIZE = 300  # two groups and a ragged one
@@ -105,10 +105,19 @@ def test_the_ends_of_float32(name):
 
 
 def test_leaves_and_axes_are_chosen_from_the_global_shape():
-    assert group_axis((4096, 11008), 128) == -2
-    assert group_axis((11008, 4096), 128) == -1
-    assert group_axis((4, 4096, 11008), 128) == -2
-    assert group_axis((5,), 128) == -1
+    for shape, groups in {
+        (4096, 11008): PerGroup(128, -2),
+        (11008, 4096): PerGroup(128, -1),
+        (4, 4096, 11008): PerGroup(128, -2),
+        (4864, 896): PerGroup(112, -1),
+        (896, 4864): PerGroup(112, -2),
+        (576, 1536): PerGroup(96, -1),
+        (576, 576): PerGroup(72, -1),
+        (6656, 6656): PerGroup(64, -1),
+        (2304, 768): PerGroup(96, -1),
+        (5,): PerGroup(128, -1),
+    }.items():
+        assert choose_groups(shape, 128) == groups, shape
 
     def quantized(name, shape, patterns=("*", "!*embed*", "!*scale", "!*bias"), least=4096):
         return leaf_codec(name, shape, codecs.COAT, patterns, least).quantizes

@@ -8,8 +8,9 @@ import pytest
 
 from coat_jax import coat_adamw, codecs
 from coat_jax.models import llama
-from coat_jax.optim.convert import from_adamw, is_quantized, to_adamw
+from coat_jax.optim.convert import from_adamw, to_adamw
 from coat_jax.optim.diagnostics import adam_states, describe_state, health, moment_error
+from coat_jax.optim.state import is_quantized
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {"kernel": jax.random.normal(KEYS[0], (64, 128)), "bias": jax.random.normal(KEYS[1], (128,))}
@@ -50,7 +51,7 @@ def test_a_state_describes_itself():
     state = optax.chain(optax.clip(1.0), coat_adamw(1e-3)).init(PARAMS)
     text = describe_state(state)
     row = next(line for line in text.splitlines() if "nu/kernel" in line)
-    assert row.split() == ["1/0/nu/kernel", "64x128", "e4m3", "PowerExpansion", "128", "-1", "8,512", "47.2%"]
+    assert row.split() == ["1/0/nu/kernel", "64x128", "e4m3", "PowerExpansion", "64", "-1", "8,832", "47.2%"]
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert text.splitlines()[-1].split() == ["total", f"{total:,}"]
 

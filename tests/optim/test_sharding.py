@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -110,15 +111,59 @@ def test_temporaries_compiled_for_an_h100_do_not_grow_with_the_number_of_leaves(
     assert many.temp_bytes <= 1.1 * few.temp_bytes
 
 
-def test_explicit_axes_are_refused_in_one_line():
-    """`optax.adamw` in their place takes them: a person who swaps it must be told, not shown a tracer's shardings."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    optimizer = coat_adamw(1e-3)
-    with jax.set_mesh(mesh):
-        params = {"kernel": jax.device_put(jnp.ones((64, 128)), jax.NamedSharding(mesh, P("data")))}
-        with pytest.raises(ValueError, match=r"coat_adamw: .* lies on Explicit axes of a mesh; make the mesh with"):
-            optimizer.init(params)
-        state = optimizer.init({"kernel": jnp.ones((64, 128))})
-        for step in (optimizer.update, optimizer.update_and_apply):
-            with pytest.raises(ValueError, match="lies on Explicit axes"):
-                jax.jit(step)(params, state, params)
+@pytest.mark.parametrize("master", [None, "bf16+8", "bf16-stochastic"])
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_explicit_axes_give_the_bytes_and_the_collectives_of_auto_ones(mesh_name, master):
+    """`jax.make_mesh` makes Explicit axes: state, updates and parameters then say in their types where they lie."""
+    sizes, names, spec = MESHES[mesh_name]
+    dtype = jnp.float32 if master is None else jnp.bfloat16
+    optimizer = coat_adamw(1e-2, codec=codecs.LOG_RELATIVE, master=master, weight_decay=0.1)
+    start = {"up": jax.random.normal(jax.random.key(0), (1024, 344), dtype), "norm": jnp.ones((344,), dtype)}
+
+    def run(kind):
+        mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+        with jax.set_mesh(mesh):
+            params = jax.device_put(start, {"up": NamedSharding(mesh, spec), "norm": NamedSharding(mesh, P())})
+            state = optimizer.init(params)
+            for step in (optimizer.update, optimizer.update_and_apply):
+                grads = jax.tree.map(lambda p: jnp.sin(3 * p), params)
+                compiled = jax.jit(step).lower(grads, state, params).compile()
+                assert not COLLECTIVE.search(compiled.as_text())
+                done, state = jax.jit(step)(grads, state, params)
+                params = optax.apply_updates(params, done) if step is optimizer.update else done
+        return params, state
+
+    got, want = run(jax.sharding.AxisType.Explicit), run(jax.sharding.AxisType.Auto)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
+    place = jax.typeof(got[0]["up"]).sharding
+    assert place.spec == spec == jax.typeof(got[1][0].mu.codes["up"]).sharding.spec
+    assert jax.typeof(got[1][0].nu.scale["up"]).sharding.spec == spec
+
+
+MODELS = {
+    "Qwen2.5-0.5B": [(896, 896), (896, 128), (896, 4864), (4864, 896)],
+    "SmolLM2-135M": [(576, 576), (576, 192), (576, 1536), (1536, 576)],
+    "Llama-30B": [(6656, 6656), (6656, 17920), (17920, 6656)],
+    "Llama-3-8B": [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)],
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_devices_share_the_leaves_of_models_that_people_have(model):
+    """Two, four and eight of them, along either axis, each with whole groups; at most 2.2 bytes per parameter."""
+    params = abstract({str(shape): shape for shape in MODELS[model]})
+    for codec in (codecs.COAT, codecs.LOG_RELATIVE):
+        adam = jax.eval_shape(coat_adamw(1e-3, codec=codec).init, params)[0]
+        for name, leaf in params.items():
+            parts = [part[name] for moment in (adam.mu, adam.nu) for part in moment if part[name] is not None]
+            assert sum(part.size * part.dtype.itemsize for part in parts) <= 2.2 * leaf.size
+            for size, groups in zip(leaf.shape, adam.mu.scale[name].shape, strict=True):
+                assert groups % 8 == 0 and size % groups == 0, name
+
+
+@pytest.mark.parametrize("mesh_name", ["rows", "columns"])
+@pytest.mark.parametrize("model", ["Qwen2.5-0.5B", "SmolLM2-135M"])
+def test_their_step_has_no_collective(model, mesh_name):
+    shapes = {str(shape): shape for shape in MODELS[model]}
+    step, _, state = sharded_step(coat_adamw(1e-3), shapes, mesh_name)
+    assert not COLLECTIVE.search(step.lower(abstract(shapes), state, abstract(shapes)).compile().as_text())
