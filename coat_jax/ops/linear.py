@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from coat_jax.ops.coded_weight import CodedWeight, as_matrix, codes_of, plain_weight
 from coat_jax.ops.recipe import Recipe
 from coat_jax.ops.scaling import Scaling, seen, write
-from coat_jax.ops.stash import STASH, Stash, keep_quantized, restore_quantized, stashed, unstashed
+from coat_jax.ops.stash import STASH, Stash, gradient_once, keep_quantized, restore_quantized, stashed, unstashed
 from coat_jax.quant import Amax, PerTensor, QuantizedArray, QuantSpec, dequantize, product, quantize
 from coat_jax.quant.explicit import explicit_mesh, joined, on_auto_axes, spec_of
 
@@ -156,7 +156,7 @@ def products(
         x = x if isinstance(x, QuantizedArray) else operand(x, recipe.linear_input, recipe, amaxes.input.given)
         dws = [into(x, g, contracted, out=w.dtype).reshape(w.shape) for g, w in zip(quantized, kernels, strict=True)]
         gradients = [CodedWeight(dw, None) if isinstance(w, CodedWeight) else dw for dw, w in zip(dws, kernels, strict=True)]
-        return functools.reduce(jnp.add, dhs).reshape(shape), gradients, None
+        return *jax.tree.map(gradient_once, (functools.reduce(jnp.add, dhs).reshape(shape), gradients)), None
 
     op = jax.custom_vjp(run)
     op.defvjp(forward, backward)

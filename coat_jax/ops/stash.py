@@ -55,9 +55,28 @@ def restore(kept: Stash, implementation: Chosen = None) -> jax.Array:
     return dequantize(restore_quantized(kept), implementation=implementation)
 
 
-def gradient_or_none(gradient: Any) -> Any:
-    """None for the gradient of an array that holds no real numbers."""
-    return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
+@jax.custom_jvp
+def _once(gradient: jax.Array) -> jax.Array:
+    return gradient
+
+
+@_once.defjvp
+def _refuse_second_derivative(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a second derivative through an op that keeps FP8 is asked for, and rounded numbers carry none; "
+        "use recipes.bf16() for what a gradient penalty or a Hessian runs through"
+    )
+
+
+def gradient_once(gradient: Any) -> Any:
+    """A gradient made of rounded numbers, which has no derivative of its own; None for that of an array of no real numbers.
+
+    The derivative of rounding is 0 almost everywhere, so that second derivatives would be wrong without a word.
+
+    Raises:
+      TypeError: a program that differentiates it.
+    """
+    return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else _once(gradient)
 
 
 def differentiable(leaf: Any) -> bool:
@@ -164,7 +183,7 @@ def stashed(
         of_last: Any = ()
         if then is not None:
             cotangent, *of_last = vjp_of_last(then, again(), last)(cotangent)
-        return tuple(map(gradient_or_none, (*pull(cotangent), *of_last)))
+        return tuple(jax.tree.map(gradient_once, (*pull(cotangent), *of_last)))
 
     op = jax.custom_vjp(run)
     op.defvjp(forward, backward)

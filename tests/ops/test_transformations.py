@@ -150,6 +150,16 @@ def test_second_derivatives_exist_where_nothing_is_quantized():
     assert bool(jnp.isfinite(jax.hessian(f)(jnp.ones(3))).all())
 
 
+@pytest.mark.parametrize("recipe", [recipes.coat(), recipes.lean(), recipes.blocks()], ids=["coat", "lean", "blocks"])
+def test_second_derivatives_through_what_is_rounded_are_refused(recipe):
+    """Bytes carry no tangent: a gradient penalty would be off by 85 % of its norm."""
+    f = lambda x: jnp.sum(jnp.sin(block(recipe, x, *parameters())))  # noqa: E731
+    with pytest.raises(TypeError, match=r"a second derivative .* use recipes.bf16\(\)"):
+        jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))(X)
+    with pytest.raises(TypeError, match="a second derivative|forward-mode"):
+        jax.jvp(jax.grad(f), (X,), (X,))
+
+
 @pytest.mark.parametrize(("rows", "features"), [(0, 7), (1, 1003)])
 def test_odd_sizes_run(rows, features):
     x = jax.random.normal(jax.random.key(0), (rows, features))
