@@ -47,7 +47,14 @@ def _like(template: Any, data: Any) -> Any:
     """A leaf as the template has it, of what Orbax gave back."""
     if isinstance(template, _NUMBERS):
         return type(template)(data)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(template)) if _is_key(template) else data
+    return jax.random.wrap_key_data(data, impl=_kind(template)) if _is_key(template) else data
+
+
+def _kind(template: Any) -> Any:
+    """The implementation of a typed random key, or of the shape of one, which `key_impl` reads of traced ones only."""
+    kinds: list[Any] = []
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), template)
+    return kinds[0]
 
 
 def save(path: Path | str, state: Any) -> None:

@@ -189,7 +189,9 @@ def test_own_checkpoints_take_python_numbers_and_random_keys(tmp_path):
     state = TrainState.create(apply_fn=None, params={"k": jnp.ones((64, 128))}, tx=TX[True])
     saved = (state, jax.random.key(7))
     checkpoint.save(tmp_path / "new", saved)
-    restored, key = checkpoint.restore(tmp_path / "new", saved)
+    for template in (saved, (state, jax.eval_shape(jax.random.key, 0))):
+        restored, key = checkpoint.restore(tmp_path / "new", template)
+        assert key.dtype == saved[1].dtype
     assert restored.step == 0 and bool((jax.random.key_data(key) == jax.random.key_data(saved[1])).all())
     same(restored.opt_state, state.opt_state)
 
