@@ -13,9 +13,8 @@ from coat_jax.optim.state import CoatAdamState, is_quantized, viewed
 from coat_jax.quant import LogRange, PerGroup, PowerExpansion, QuantizedArray
 
 
-def adam_states(state: Any, operation: str = "adam_states", codec: MomentCodec | None = None) -> list[CoatAdamState]:
-    """Every `CoatAdamState` inside a tree of states, its mu and nu as trees of `QuantizedArray`s and float32 arrays."""
-    state = viewed(state, operation, codec)
+def adam_states(state: Any) -> list[CoatAdamState]:
+    """Every `CoatAdamState` inside a tree of states."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, CoatAdamState))
     return [node for node in nodes if isinstance(node, CoatAdamState)]
 
@@ -70,9 +69,7 @@ def describe_state(state: Any, codec: MomentCodec | None = None) -> str:
 
 def _share_quantized(state: Any) -> tuple[float | None, int]:
     """Which share of the elements of mu and nu of a viewed state is quantized, None without moments, and the bytes of these."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, CoatAdamState))
-    adams = [node for node in nodes if isinstance(node, CoatAdamState)]
-    moments = jax.tree.leaves([(adam.mu, adam.nu) for adam in adams], is_leaf=is_quantized)
+    moments = jax.tree.leaves([(adam.mu, adam.nu) for adam in adam_states(state)], is_leaf=is_quantized)
     stored = [leaf for leaf in moments if is_quantized(leaf)]
     size = sum(leaf.size for leaf in moments)
     return sum(leaf.size for leaf in stored) / size if size else None, sum(leaf.nbytes for leaf in stored)
@@ -120,7 +117,7 @@ def health(grads: Any, state: Any, codec: MomentCodec | None = None) -> Health:
     Raises:
       ValueError: no `CoatAdamState` in the state, or one of another codec.
     """
-    states = adam_states(state, "health", codec)
+    states = adam_states(viewed(state, "health", codec))
     if not states:
         raise ValueError("health: state holds no CoatAdamState; give the state of coat_adamw, or one with it inside")
 

@@ -83,7 +83,7 @@ def real_moments(state: State) -> dict[str, Any]:
       state: of a run with `codecs.FLOAT32`.
     """
     reference = to_adamw(state.opt_state, codecs.FLOAT32)
-    (truth,) = adam_states(state.opt_state)
+    truth = reference[0]
     errors = {}
     for name in codecs.names():
         codec = codecs.named(name)

@@ -10,7 +10,7 @@ from coat_jax import coat_adamw, codecs
 from coat_jax.models import llama
 from coat_jax.optim.convert import from_adamw, to_adamw
 from coat_jax.optim.diagnostics import adam_states, describe_state, health, moment_error
-from coat_jax.optim.state import is_quantized
+from coat_jax.optim.state import is_quantized, viewed
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {"kernel": jax.random.normal(KEYS[0], (64, 128)), "bias": jax.random.normal(KEYS[1], (128,))}
@@ -76,7 +76,7 @@ def test_nearly_all_of_llama2_7b_is_quantized(codec):
     model = llama.Llama(llama.preset("llama2-7b", param_dtype=jnp.bfloat16))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     state = jax.eval_shape(coat_adamw(1e-3, codec=codec, master="bf16+8").init, params)
-    (adam,) = adam_states(state)
+    (adam,) = adam_states(viewed(state, "test"))
     moments = jax.tree.leaves(adam.nu, is_leaf=is_quantized)
     quantized = sum(leaf.size for leaf in moments if is_quantized(leaf))
     total = sum(leaf.size for leaf in jax.tree.leaves(params))

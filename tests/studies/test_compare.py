@@ -43,8 +43,9 @@ def test_fp8_state_and_kept_bytes_are_what_the_paper_promises(short):
     results, _, _ = short
     bf16, coat = results["variants"]["bf16"], results["variants"]["coat"]
     assert bf16["optimizer_state"]["bytes_per_parameter"] == 8.0
-    # Two payload bytes, and for each group of 128 two f32 scales and two exponents of one byte: 2 + 10 / 128.
-    assert coat["optimizer_state"]["bytes_per_quantized_parameter"] <= 2.08
+    # Two bytes of codes, and for each group of 64 or 96 two f32 scales and two exponents of one byte: at most 2 + 10 / 64. (Of
+    # 128, 2.08 bytes, where an axis has 1024 elements: `test_bytes_of_the_codecs`.)
+    assert coat["optimizer_state"]["bytes_per_quantized_parameter"] <= 2.16
     assert any("embed" in name for name in coat["optimizer_state"]["f32_leaves"])
     assert coat["kept_bytes"] <= 0.45 * results["plain_flax_kept_bytes"]
     # The baseline is the leaner of the two: our BF16 variant keeps what `nn.RMSNorm` keeps, some f32 more than the baseline.

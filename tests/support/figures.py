@@ -33,7 +33,7 @@ def front() -> str:
     peak = {name: f"{row['peak_bytes'] / GIB:.1f} GiB" for name, row in rows.items()}
     less = 1 - rows["after"]["peak_bytes"] / rows["before"]["peak_bytes"]
     rate = {setting_of(row).label: f"{row['modelled_tokens_per_second'] / 1000:.1f} k/s" for row in planned}
-    state = load("compare")["variants"]["lean"]["optimizer_state"]["bytes_per_quantized_parameter"]
+    state = load("codecs")["codecs"]["coat"]["bytes_per_parameter"]
     step = (
         f"peak memory of one training step on an H100: the program below with {rows['after']['parameters'] / 1e6:.0f} M "
         f"parameters ({sizes['layers']} layers, {sizes['width']} wide, float32; computed in bfloat16), "
@@ -85,7 +85,7 @@ def gain() -> str:
         "lean, coat moments, fused",
     )
     compare, recipes = load("compare"), load("recipes")["variants"]
-    state = compare["variants"]["lean"]["optimizer_state"]["bytes_per_quantized_parameter"]
+    state = load("codecs")["codecs"]["coat"]["bytes_per_parameter"]
     kept = [
         compare["plain_flax_kept_bytes"],
         compare["variants"]["coat"]["kept_bytes"],
