@@ -83,7 +83,8 @@ def real_moments(state: State) -> dict[str, Any]:
       state: of a run with `codecs.FLOAT32`.
     """
     reference = to_adamw(state.opt_state, codecs.FLOAT32)
-    truth = reference[0]
+    nodes = jax.tree.leaves(reference, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    (truth,) = (node for node in nodes if isinstance(node, optax.ScaleByAdamState))
     errors = {}
     for name in codecs.names():
         codec = codecs.named(name)
