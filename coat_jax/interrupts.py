@@ -50,6 +50,13 @@ def heeded() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
+def heed() -> None:
+    """Raises KeyboardInterrupt if there was an interrupt within a context of `heeded` around this; else does nothing."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Noted):
+        handler.check()
+
+
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """An interrupt within this context comes at its end: for imports of compiled modules, which do not survive one.

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from coat_jax.fused_step.step import TrainingStep
+from coat_jax.interrupts import heed
 from coat_jax.train.step import OrdinaryStep
 
 
@@ -145,6 +146,7 @@ class Trainer:
         """
         step = self.compiled
         for number, batch in enumerate(batches, 1):
+            heed()
             began = time.perf_counter()
             state, loss = step(state, batch)
             value = float(loss)  # waits for the device, so that `seconds` is the step's own time
