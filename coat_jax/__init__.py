@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from coat_jax import recipes as recipes
     from coat_jax.compiled import compile_for as compile_for
     from coat_jax.compiled import explain_memory as explain_memory
+    from coat_jax.layer_hooks import dot_general as dot_general
+    from coat_jax.layer_hooks import einsum as einsum
     from coat_jax.linen import FP8MLP as FP8MLP
     from coat_jax.linen import FP8Dense as FP8Dense
     from coat_jax.linen import FP8DenseGeneral as FP8DenseGeneral
@@ -58,6 +60,8 @@ _HOME = {
     "remat_policy": "coat_jax.ops",
     "compile_for": "coat_jax.compiled",
     "explain_memory": "coat_jax.compiled",
+    "dot_general": "coat_jax.layer_hooks",
+    "einsum": "coat_jax.layer_hooks",
     "FP8Dense": "coat_jax.linen",
     "FP8RMSNorm": "coat_jax.linen",
     "FP8DenseGeneral": "coat_jax.linen",

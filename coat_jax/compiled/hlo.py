@@ -78,7 +78,7 @@ class Instruction:
         # Its launch stands in the backend_config as MLIR text, in which a quote is written \22: ...\22flops\22: 8589934592, ...
         if found := self._attribute(r"flops\\22: (\d+)"):
             return float(found)
-        # jax 0.10 leaves the estimate out. The product of blocks is bf16[512,768] of f8[512,1024] and f8[768,1024]: 2 x 512 x 768 x 1024.
+        # jax 0.10 leaves the estimate out. bf16[512,768] of f8[512,1024] and f8[768,1024] takes 2 x 512 x 768 x 1024.
         if "/scaled_product/" in self.op_name:
             inner = self._attribute(r"operand_layout_constraints=\{\w+\[\d+,(\d+)\]")
             return 2.0 * self.values[0].size * int(inner)

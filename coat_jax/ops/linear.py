@@ -92,6 +92,7 @@ def products(
     *,
     axes: int = 1,
     shared: bool = False,
+    preferred_element_type: Any = None,
 ) -> tuple[list[jax.Array], Any]:
     """Y_j = q(H) q(W_j), dH = sum_j q(dY_j) q(W_j)^T, dW_j = q(H)^T q(dY_j), with q the recipe's quantization of each role.
 
@@ -107,9 +108,10 @@ def products(
       recipe: specs of the three roles.
       axes: number of contracted axes of h.
       shared: h is kept anyway, by the op that made it: keep it by reference instead of q(H).
+      preferred_element_type: dtype of the products; None takes h's.
 
     Returns:
-      For each kernel an array (*rows, *features) in h's dtype; and the amaxes of h and of the kernels that are wanted. Those of
+      For each kernel an array (*rows, *features); and the amaxes of h and of the kernels that are wanted. Those of
       gradients are written in the backward pass.
     """
     silent = Scaling(Amax(), [Amax()] * len(kernels), [Amax()] * len(kernels))
@@ -132,7 +134,10 @@ def products(
     def forward(h, kernels, amaxes):
         x = left(h, amaxes)
         rights = map(right, kernels, amaxes.weights)
-        ys = [into(x, w, (1, 0), out=dtype).reshape(rows + f) for w, f in zip(rights, features, strict=True)]
+        ys = [
+            into(x, w, (1, 0), out=preferred_element_type or dtype).reshape(rows + f)
+            for w, f in zip(rights, features, strict=True)
+        ]
         found = seen(amaxes.input, h.reshape(math.prod(rows), size), recipe.linear_input)
         of_weights = [
             seen(amax, as_matrix(plain_weight(w), size), recipe.weight) for w, amax in zip(kernels, amaxes.weights, strict=True)
@@ -174,12 +179,12 @@ def feature_shape(kernel: LinearWeight, size: int) -> tuple[int, ...]:
 
 
 def contract(
-    h: jax.Array, operands: tuple[Sequence[LinearWeight], Scaling | None], recipe: Recipe, *, axes: int, shared: bool
+    h: jax.Array, operands: tuple[Sequence[LinearWeight], Scaling | None], recipe: Recipe, *, axes: int, shared: bool, out: Any
 ) -> tuple[list[jax.Array], Any]:
     """`products` of h with operands (kernels, scaling), or plain `dot_general` where the recipe quantizes none of them."""
     kernels, scaling = operands
     if recipe.products_quantized:
-        return products(h, kernels, scaling, recipe, axes=axes, shared=shared)
+        return products(h, kernels, scaling, recipe, axes=axes, shared=shared, preferred_element_type=out)
     if scaling is not None:
         raise ValueError("linear: scaling is given, and the recipe quantizes no operand of a product; leave it out")
     size = math.prod(h.shape[h.ndim - axes :])
@@ -189,7 +194,7 @@ def contract(
     ys = []
     for w in map(plain_weight, kernels):
         matrix = w.astype(h.dtype).reshape(size, *feature_shape(w, size))
-        ys.append(jax.lax.dot_general(rows, matrix, (((rows.ndim - 1,), (0,)), ((), ())), precision=recipe.precision))
+        ys.append(jax.lax.dot_general(rows, matrix, (((rows.ndim - 1,), (0,)), ((), ())), recipe.precision, out))
     return ys, None
 
 
@@ -225,6 +230,7 @@ def linear(
     axes: int = 1,
     shared: bool = False,
     scaling: Scaling | None = None,
+    preferred_element_type: Any = None,
 ) -> list[jax.Array]:
     """y_j = h · kernels_j with h = prologue(*inputs): what feeds several kernels is quantized once and kept once.
 
@@ -241,9 +247,10 @@ def linear(
       axes: number of contracted axes.
       shared: h is kept anyway by the op that made it; keep it by reference.
       scaling: amaxes that are given instead of measured, and where measured ones are written; None measures all of them.
+      preferred_element_type: dtype of the products, as in `jax.lax.dot_general`; None takes h's.
 
     Returns:
-      For each kernel (*leading, *features), in h's dtype.
+      For each kernel (*leading, *features).
 
     Raises:
       TypeError: an array in place of a list.
@@ -268,13 +275,14 @@ def linear(
 
         def call(inputs: Any, kernels: Any, params: Any) -> list[jax.Array]:
             again = None if prologue is None else prologue._replace(params=params)
-            return linear(inputs, kernels, recipe, prologue=again, axes=axes, shared=shared)
+            out = preferred_element_type
+            return linear(inputs, kernels, recipe, prologue=again, axes=axes, shared=shared, preferred_element_type=out)
 
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*inputs, *params))
         h = shapes[0] if prologue is None else jax.eval_shape(prologue.fn, *shapes)
         return on_auto_axes(call, mesh, _places(inputs[0], h.shape, h.ndim - axes, kernels))(*given)
     operands = list(kernels), scaling
-    multiply = functools.partial(contract, recipe=recipe, axes=axes, shared=shared)
+    multiply = functools.partial(contract, recipe=recipe, axes=axes, shared=shared, out=preferred_element_type)
     if prologue is None:
         if len(inputs) != 1:
             raise ValueError(f"linear: {len(inputs)} inputs without a prologue; use one, or a prologue that makes one of them")
@@ -288,7 +296,7 @@ def linear(
     if recipe.recompute:
         # What is redone is at hand exactly. Only a product that wants its groups along the rows has a use for that.
         exact = shared or product.matches(recipe.linear_input, recipe.gradient)
-        then = functools.partial(contract, recipe=recipe, axes=axes, shared=exact)
+        then = functools.partial(multiply, shared=exact)
         return _told(keeping(fn, then=then)(*inputs, *params, operands), scaling)
     return _told(multiply(keeping(fn)(*inputs, *params), operands), scaling)
 
