@@ -116,7 +116,8 @@ class Einsum:
         rhs, right = _summed(rhs, right, left + result)
         batch = [a for a in left if a in right and a in result]
         inner = [a for a in left if a in right and a not in result]
-        dimension_numbers = tuple(tuple([axes.index(a) for a in names] for axes in (left, right)) for names in (inner, batch))
+        of = lambda names: ([left.index(a) for a in names], [right.index(a) for a in names])  # noqa: E731
+        dimension_numbers = of(inner), of(batch)
         order = [*batch, *(a for a in left if a not in batch + inner), *(a for a in right if a not in batch + inner)]
         turned = [order.index(a) for a in result]
         product = DotGeneral(self.recipe)
@@ -196,12 +197,12 @@ def _axes(subscripts: str, left: int, right: int) -> tuple[list[str], list[str],
         raise ValueError(
             f"einsum: subscripts={subscripts!r} names {operands.count(',') + 1} operands; use an input and a kernel"
         )
-    names = [_named(term, rank, subscripts) for term, rank in zip(operands.split(","), (left, right), strict=True)]
-    hidden = max((sum(a.isdigit() for a in term) for term in names), default=0)
+    a, b = (_named(term, rank, subscripts) for term, rank in zip(operands.split(","), (left, right), strict=True))
+    hidden = max(sum(name.isdigit() for name in names) for names in (a, b))
     if arrow:
-        return *names, _named(result, len(result.replace("...", "")) + hidden * ("..." in result), subscripts)
-    letters = sorted(a for a in {*names[0], *names[1]} if not a.isdigit() and (a in names[0]) != (a in names[1]))
-    return *names, [str(i) for i in reversed(range(hidden))] + letters
+        return a, b, _named(result, len(result.replace("...", "")) + hidden * ("..." in result), subscripts)
+    letters = sorted(name for name in {*a} ^ {*b} if not name.isdigit())
+    return a, b, [str(i) for i in reversed(range(hidden))] + letters
 
 
 def _named(term: str, rank: int, subscripts: str) -> list[str]:
