@@ -5,6 +5,7 @@ plain XLA on an A100, a B200 or a CPU, compiled for from any machine.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,9 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_kernels.jaxprs import Function, Untraced
 from pallas_kernels.partition import Split, partitioned
+
+Shapes = tuple[tuple[tuple[int, ...], Any], ...]
+"""Shape and dtype of each result."""
 
 by_target_p = jex.core.Primitive("kernel_by_target")
 by_target_p.multiple_results = True
@@ -25,7 +29,13 @@ class Parts(NamedTuple):
     mesh: jax.sharding.AbstractMesh
 
 
-def by_target(kernel: Function, plain: Function, *args: Any, required: str | None = None, split: Split | None = None) -> Any:
+def by_target(
+    kernel: Function,
+    plain: Function,
+    *args: Any,
+    required: str | None = None,
+    split: Split | None = None,
+) -> Any:
     """kernel(*args) in a program for a Hopper GPU, plain(*args) in any other. Both return the same tree of arrays.
 
     In a program for several GPUs the kernel runs inside `jax.shard_map`, and elsewhere on each device's part of the arrays,
@@ -44,7 +54,7 @@ def by_target(kernel: Function, plain: Function, *args: Any, required: str | Non
     flat, tree = jax.tree.flatten(args)
     if required is None and any(axis is not None for x in flat for axis in jax.typeof(x).sharding.spec):
         return plain(*args)  # shardings that are part of types, `AxisType.Explicit`, are known to JAX's own functions alone
-    out = jax.tree.structure(jax.eval_shape(plain, *args))
+    shapes, out = jax.tree.flatten(jax.eval_shape(plain, *args))
 
     def of_flat(function: Function) -> Function:
         def call(*xs: Any, **keywords: Any) -> Any:
@@ -55,7 +65,9 @@ def by_target(kernel: Function, plain: Function, *args: Any, required: str | Non
 
     mesh = jax.sharding.get_abstract_mesh()
     parts = None if split is None or mesh.empty else Parts(split, mesh)
-    results = by_target_p.bind(*flat, functions=Untraced(of_flat(kernel), of_flat(plain)), required=required, parts=parts)
+    functions = Untraced(of_flat(kernel), of_flat(plain))
+    like = tuple((x.shape, x.dtype) for x in shapes)
+    results = by_target_p.bind(*flat, functions=functions, required=required, parts=parts, like=like)
     return jax.tree.unflatten(out, results)
 
 
@@ -74,7 +86,8 @@ def _on_one_device(axes: Any) -> bool:
     return mesh.size == 1 or set(mesh.axis_names) == set(axes.manual_axes)
 
 
-def _lower(context: Any, *operands: Any, functions: Untraced, required: str | None, parts: Parts | None) -> Any:
+def _lower(context: Any, *operands: Any, functions: Untraced, required: str | None, parts: Parts | None, like: Shapes) -> Any:
+    del like
     module, chosen = context.module_context, functions.plain
     if _for_hopper(module):
         if _on_one_device(module.axis_context):
@@ -90,20 +103,23 @@ def _lower(context: Any, *operands: Any, functions: Untraced, required: str | No
     return mlir.lower_fun(jax.jit(chosen), multiple_results=True)(context, *operands)
 
 
-def _run(*operands: Any, functions: Untraced, required: str | None, parts: Parts | None) -> Any:
+def _run(*operands: Any, functions: Untraced, required: str | None, parts: Parts | None, like: Shapes) -> Any:
     if required is None:
         return functions.plain(*operands)
-    return jax.jit(lambda *xs: by_target_p.bind(*xs, functions=functions, required=required, parts=parts))(*operands)
+    bound = functools.partial(by_target_p.bind, functions=functions, required=required, parts=parts, like=like)
+    return jax.jit(bound)(*operands)
 
 
-def _abstract(*operands: Any, functions: Untraced, **_: Any) -> list[Any]:
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(functions.plain, *operands)]
+def _abstract(*operands: Any, like: Shapes, **_: Any) -> list[Any]:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in like]
 
 
-def _batch(operands: Any, axes: Any, *, functions: Untraced, required: str | None, parts: Parts | None) -> Any:
+def _batch(operands: Any, axes: Any, *, functions: Untraced, required: str | None, parts: Parts | None, like: Shapes) -> Any:
     del parts  # a batch is not cut
-    batched = Untraced(*(jax.vmap(function, in_axes=tuple(axes)) for function in (functions.kernel, functions.plain)))
-    results = by_target_p.bind(*operands, functions=batched, required=required, parts=None)
+    [size] = {x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None}
+    like = tuple(((size, *shape), dtype) for shape, dtype in like)
+    batched = Untraced(*(jax.vmap(f, in_axes=tuple(axes)) for f in (functions.kernel, functions.plain)))
+    results = by_target_p.bind(*operands, functions=batched, required=required, parts=None, like=like)
     return results, [0] * len(results)
 
 

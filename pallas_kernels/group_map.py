@@ -103,8 +103,9 @@ def group_map(
     fold = 0 if scalars or numbered or sums else len(jax.tree.leaves(list(leaves)))
     if interpret:  # the interpreter's callbacks are effects, which a primitive would have to declare
         return _batchable(launch, fold)(*flat)
-    out = jax.eval_shape(launch, *flat)
-    results = launch_p.bind(*flat, launch=Untraced(lambda *xs: jax.tree.leaves(launch(*xs))), fold=fold)
+    traced = jax.jit(launch)  # once: for the shapes of results here and below, and when the program is lowered
+    out = jax.eval_shape(traced, *flat)
+    results = launch_p.bind(*flat, launch=Untraced(lambda *xs: jax.tree.leaves(traced(*xs))), fold=fold)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 

@@ -10,7 +10,7 @@ import optax
 from coat_jax.optim import adam_formula, codecs, leaves
 from coat_jax.optim.adam_formula import Moments
 from coat_jax.optim.codecs import MomentCodec
-from coat_jax.optim.leaves import Named
+from coat_jax.optim.leaves import Named, leaf_seed
 from coat_jax.optim.state import CoatAdamState, guard, is_quantized, mark, pack, recognized, replace_states, unpack
 from coat_jax.optim.step import groups_of, merge, noise_of_leaf
 from coat_jax.quant import QuantizedArray, dequantize
@@ -93,7 +93,7 @@ def from_adamw(
         for name, own, mu, nu in zip(tree.names, chosen, tree.leaves, *tree.beside(node.nu), strict=True):
             groups = groups_of(own, mu.shape)
             pair = Moments(*(groups.split(moment.astype(jnp.float32)) for moment in (mu, nu)))
-            noise = noise_of_leaf(name, own, groups, None, node.count)
+            noise = noise_of_leaf(leaf_seed(name), own, groups, None, node.count)
             kept = adam_formula.encode(pair, own, groups.axes, jnp.zeros(pair.mu.shape, bool), noise)
             rows.append((merge(kept.mu, groups, own.mu), merge(kept.nu, groups, own.nu)))
         return pack(tree, node.count, [mu for mu, _ in rows], [nu for _, nu in rows], jnp.uint32(mark(codec)))

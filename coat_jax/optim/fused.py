@@ -4,11 +4,13 @@ Both run the group math of `coat_jax.optim.adam_formula`. Leaves that look alike
 its launches; leaves with float32 moments stay with XLA.
 """
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from coat_jax.optim import adam_formula, master
 from coat_jax.optim.adam_formula import Hyper, Moments, Rate
@@ -21,7 +23,10 @@ from coat_jax.quant.implementation import Operation, choose, group_map, refusal,
 from pallas_kernels.partition import Labels, Place, Split, stretched
 
 LEAVES = 8
-"""Leaves in one launch at most: a kernel has code for the copies of each."""
+"""Leaves of different shapes in one launch at most: a kernel has code for the copies of each."""
+ALIKE = 4
+"""Leaves of one shape in one launch at most, where there are so many that launches look alike: the fewer, the faster a kernel
+compiles."""
 
 
 def update(
@@ -39,15 +44,32 @@ def update(
     """
     done: list[Any] = []
     order: list[int] = []
-    kinds = [_kind(leaf, codec, keep) for leaf in leaves]
+    seeds = np.array([leaf_seed(name) for name in names])
+    for some in _batches(leaves, [_kind(leaf, codec, keep) for leaf in leaves]):
+        here, done[-1:] = in_turn([leaves[i] for i in some], done[-1:])
+        order += some
+        done += _step(here, seeds[some], hyper, codec=codec, keep=keep, implementation=implementation)
+    return [done[order.index(i)] for i in range(len(leaves))]
+
+
+def _batches(leaves: Sequence[Leaf], kinds: Sequence[Hashable]) -> Iterator[list[int]]:
+    """Which leaves share a launch: of one kind, and so that launches look alike and are traced and compiled once.
+
+    75 leaves of one shape are 25 launches of 3. Leaves of shapes that are rare lie together in launches of 8.
+    """
     for kind in dict.fromkeys(kinds):
         members = [i for i, other in enumerate(kinds) if other == kind]
-        size = len(members) if kind is None else LEAVES
-        for some in (members[start : start + size] for start in range(0, len(members), size)):
-            here, done[-1:] = in_turn([leaves[i] for i in some], done[-1:])
-            order += some
-            done += _step(here, [names[i] for i in some], codec, keep, hyper, None if kind is None else implementation)
-    return [done[order.index(i)] for i in range(len(leaves))]
+        shapes: dict[Any, list[int]] = {}
+        for i in members:
+            shapes.setdefault(leaves[i].grad.shape, []).append(i)
+        rare: list[int] = []
+        for alike in shapes.values():
+            if len(alike) < LEAVES:
+                rare += alike
+                continue
+            size = next((n for n in range(ALIKE, 1, -1) if len(alike) % n == 0), ALIKE)
+            yield from (alike[i : i + size] for i in range(0, len(alike), size))
+        yield from (sorted(rare)[i : i + LEAVES] for i in range(0, len(rare), LEAVES))
 
 
 def _kind(leaf: Leaf, codec: MomentCodec, keep: Master | None) -> Hashable:
@@ -70,46 +92,50 @@ def _numbered(leaf: Leaf, codec: MomentCodec, keep: Master | None) -> bool:
     return codec.stochastic or (leaf.weight is not None and master.needs_noise(leaf.weight.param, keep))
 
 
+@functools.partial(jax.jit, static_argnames=("codec", "keep", "implementation"))
 def _step(
     leaves: list[Leaf],
-    names: Sequence[str],
+    seeds: jax.Array,
+    hyper: Hyper,
+    *,
     codec: MomentCodec,
     keep: Master | None,
-    hyper: Hyper,
     implementation: Implementation | str | None,
 ) -> list[tuple[Any, Any, Any]]:
-    """One step of leaves of one kind."""
+    """One step of leaves of one kind. Traced once for batches that look alike, whatever their names."""
+    numbered = _numbered(leaves[0], codec, keep)
 
-    def plain(hyper: Hyper, leaves: Sequence[Leaf]) -> Any:
-        return step_leaves(leaves, names, codec, keep, hyper)
+    def plain(hyper: Hyper, leaves: Sequence[Leaf], seeds: jax.Array) -> Any:
+        return step_leaves(leaves, seeds, codec, keep, hyper)
 
-    def kernel(hyper: Hyper, leaves: Sequence[Leaf], *, interpret: bool, places: Any = None) -> Any:
+    def kernel(hyper: Hyper, leaves: Sequence[Leaf], seeds: jax.Array, *, interpret: bool, places: Any = None) -> Any:
         spots = [Place.all(leaf.grad.shape) for leaf in leaves] if places is None else [leaf.grad for leaf in places[1]]
-        kinds = [spot.stretch if _numbered(leaves[0], codec, keep) else () for spot in spots]
+        kinds = [spot.stretch if numbered else () for spot in spots]
         done: dict[int, Any] = {}
         for kind in dict.fromkeys(kinds):  # leaves that are cut along different axes number their elements in different ways
             here = [i for i, other in enumerate(kinds) if other == kind]
-            some = [leaves[i] for i in here], [spots[i] for i in here], [names[i] for i in here]
+            some = [leaves[i] for i in here], [spots[i] for i in here], [seeds[i] for i in here]
             done |= zip(here, _launch(*some, codec, keep, hyper, interpret), strict=True)
         return [done[i] for i in range(len(leaves))]
 
     own = codec_of(codec, leaves[0].mu, leaves[0].nu)
     if not own.quantizes:
-        return plain(hyper, leaves)
+        return plain(hyper, leaves, seeds)
     groups = groups_of(own, leaves[0].grad.shape)
     return choose(
         kernel,
         plain,
         hyper,
         leaves,
+        seeds,
         operation=Operation.ADAMW,
         implementation=implementation,
         refused=_refusal(leaves[0], codec, keep, groups),
-        split=_split(hyper, leaves) if shareable(groups) else None,
+        split=_split(hyper, leaves, seeds) if shareable(groups) else None,
     )
 
 
-def _split(hyper: Hyper, leaves: Sequence[Leaf]) -> Split:
+def _split(hyper: Hyper, leaves: Sequence[Leaf], seeds: jax.Array) -> Split:
     """Devices may share every axis of a leaf."""
 
     def labels(parts: Sequence[Any]) -> tuple[Labels, ...]:
@@ -118,13 +144,13 @@ def _split(hyper: Hyper, leaves: Sequence[Leaf]) -> Split:
         )
 
     kept = [(leaf.grad if leaf.weight is None else leaf.weight, leaf.mu, leaf.nu) for leaf in leaves]
-    return Split((*labels(hyper), *labels(leaves)), labels(kept))
+    return Split((*labels(hyper), *labels(leaves), (None,) * seeds.ndim), labels(kept))
 
 
 def _launch(
     leaves: Sequence[Leaf],
     spots: Sequence[Place],
-    names: Sequence[str],
+    seeds: Sequence[jax.Array],
     codec: MomentCodec,
     keep: Master | None,
     hyper: Hyper,
@@ -139,14 +165,11 @@ def _launch(
         for leaf, g in zip(leaves, groups, strict=True)
     ]
     tree = jax.tree.structure(laid[0])
-    places = [
-        (leaf_seed(name), first_number(spot.whole, leaf.row) + spot.first)
-        for name, leaf, spot in zip(names, leaves, spots, strict=True)
-    ]
     # What differs from leaf to leaf reaches the kernel as scalars, one of each for every leaf: hyper, rate, seed, first number.
     scalars = [jnp.broadcast_to(value, len(leaves)) for value in hyper]
     scalars += [jnp.stack(column) for column in zip(*(leaf.rate or () for leaf in leaves), strict=True)]
-    scalars += [jnp.stack([jnp.asarray(x, jnp.uint32) for x in column]) for column in zip(*places, strict=True)]
+    firsts = [first_number(spot.whole, leaf.row) + spot.first for leaf, spot in zip(leaves, spots, strict=True)]
+    scalars += [jnp.stack([jnp.asarray(x, jnp.uint32) for x in column]) for column in (seeds, firsts)]
 
     def step(*tiles, axes, scalars, numbers=None):
         grad, stored, weight = jax.tree.unflatten(tree, tiles)

@@ -151,9 +151,9 @@ def leaf_codec(
     return codec.along(choose_groups(shape, spec.granularity.size))
 
 
-def leaf_seed(name: str) -> int:
+def leaf_seed(name: str) -> np.uint32:
     """The seed of a leaf's random bits: a checksum of its path, so that it does not depend on the other leaves."""
-    return zlib.crc32(name.encode())
+    return np.uint32(zlib.crc32(name.encode()))
 
 
 class Named(NamedTuple):

@@ -11,7 +11,6 @@ import numpy as np
 from coat_jax.optim import adam_formula
 from coat_jax.optim.adam_formula import Hyper, Moments, Noise, Rate
 from coat_jax.optim.codecs import FLOAT32, MomentCodec
-from coat_jax.optim.leaves import leaf_seed
 from coat_jax.optim.master import Master, Weight
 from coat_jax.optim.sharding import sharding_of_groups
 from coat_jax.quant import Groups, PerGroup, PerTensor, QuantizedArray, QuantSpec, rounding
@@ -53,14 +52,16 @@ def first_number(shape: tuple[int, ...], row: jax.Array | int | None) -> jax.Arr
     return jnp.asarray(row, jnp.uint32) * jnp.uint32(np.prod(shape, dtype=np.uint64) % 2**32)
 
 
-def noise_of_leaf(name: str, codec: MomentCodec, groups: Groups, row: jax.Array | int | None, count: jax.Array) -> Noise:
-    """The random bits of the leaf called `name`, or of its row `row`, laid out by `groups`."""
+def noise_of_leaf(
+    seed: jax.typing.ArrayLike, codec: MomentCodec, groups: Groups, row: jax.Array | int | None, count: jax.Array
+) -> Noise:
+    """The random bits of the leaf of that seed, or of its row `row`, laid out by `groups`."""
 
     @functools.cache
     def numbers() -> jax.Array:
         return groups.split(rounding.element_index(groups.shape, first_number(groups.shape, row)))
 
-    return adam_formula.noise_of(leaf_seed(name), numbers, count, codec.antithetic)
+    return adam_formula.noise_of(seed, numbers, count, codec.antithetic)
 
 
 def codec_of(codec: MomentCodec, mu: Any, nu: Any, operation: str = "coat_adamw") -> MomentCodec:
@@ -172,19 +173,25 @@ def _refuse_derivative(primals: Any, tangents: Any) -> Any:
     )
 
 
-def step_leaf(leaf: Leaf, name: str, codec: MomentCodec, keep: Master | None, hyper: Hyper) -> tuple[Any, Any, Any]:
-    """One step of the leaf called `name`: its next weight, or its direction (float32) where it has none, and mu and nu to keep.
+@functools.partial(jax.jit, static_argnames=("codec", "keep"))
+def step_leaf(
+    leaf: Leaf, seed: jax.typing.ArrayLike, codec: MomentCodec, keep: Master | None, hyper: Hyper
+) -> tuple[Any, Any, Any]:
+    """One step of a leaf: its next weight, or its direction (float32) where it has none, and mu and nu to keep.
+
+    Traced once for all leaves that look alike, whatever their names.
 
     Args:
+      seed: of the leaf's random bits, by its name.
       codec: of the optimizer; a leaf uses it, with its own groups, where its moments are quantized.
       keep: how bfloat16 parameters are kept.
       hyper: the scalars of the step.
     """
     if is_stack(leaf):
-        return in_rows(lambda row: step_leaf(row, name, codec, keep, hyper), leaf)
+        return in_rows(lambda row: step_leaf(row, seed, codec, keep, hyper), leaf)
     codec = codec_of(codec, leaf.mu, leaf.nu)
     groups = groups_of(codec, leaf.grad.shape)
-    noise = noise_of_leaf(name, codec, groups, leaf.row, hyper.count)
+    noise = noise_of_leaf(seed, codec, groups, leaf.row, hyper.count)
 
     def follow(direction: jax.Array) -> Any:
         if leaf.weight is None or leaf.rate is None:
@@ -197,11 +204,11 @@ def step_leaf(leaf: Leaf, name: str, codec: MomentCodec, keep: Master | None, hy
 
 
 def step_leaves(
-    leaves: Sequence[Leaf], names: Sequence[str], codec: MomentCodec, keep: Master | None, hyper: Hyper
+    leaves: Sequence[Leaf], seeds: jax.Array, codec: MomentCodec, keep: Master | None, hyper: Hyper
 ) -> list[tuple[Any, Any, Any]]:
     """`step_leaf` of one leaf after another."""
     done: list[Any] = []
-    for leaf, name in zip(leaves, names, strict=True):
+    for i, leaf in enumerate(leaves):
         [leaf], done[-1:] = in_turn([leaf], done[-1:])
-        done.append(step_leaf(leaf, name, codec, keep, hyper))
+        done.append(step_leaf(leaf, seeds[i], codec, keep, hyper))
     return done

@@ -8,7 +8,7 @@ import optax
 
 from coat_jax.optim import codecs, master
 from coat_jax.optim.adam_formula import NoiseUse
-from coat_jax.optim.leaves import Named
+from coat_jax.optim.leaves import Named, leaf_seed
 from coat_jax.optim.master import Master, Weight
 from coat_jax.optim.step import first_order, groups_of, noise_of_leaf
 
@@ -75,7 +75,7 @@ def with_master(tx: optax.GradientTransformation, keep: Master | None) -> optax.
             noise = None
             if master.needs_noise(param, keep):
                 groups = groups_of(codecs.FLOAT32, param.shape)
-                noise = groups.merge(noise_of_leaf(name, codecs.FLOAT32, groups, row, count)(NoiseUse.MASTER))
+                noise = groups.merge(noise_of_leaf(leaf_seed(name), codecs.FLOAT32, groups, row, count)(NoiseUse.MASTER))
             change, new = master.landing(value + change, param, keep, noise, dtype)
             rows.append((change, new.compensation))
         updates, compensation = tree.build(rows, 2)

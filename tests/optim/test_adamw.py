@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from coat_jax import coat_adamw, codecs
+from coat_jax.optim import adam_formula
 
 QUANTIZED = [codecs.COAT, codecs.COAT_E5M2, codecs.PLAIN_FP8, codecs.LOG_RELATIVE]
 
@@ -54,3 +55,16 @@ def test_quantized_training_follows_float32(codec):
     np.testing.assert_allclose(mine["bias"], theirs["bias"], rtol=1e-5, atol=1e-6)
     stored = [part["kernel"] for moment in state[0][1:3] for part in moment if part["kernel"] is not None]
     assert sum(x.nbytes for x in stored) <= 2.16 * params["kernel"].size  # groups of 64, which two devices can share
+
+
+@pytest.mark.parametrize("entry", ["update", "update_and_apply"])
+def test_a_step_is_traced_once_for_all_leaves_that_look_alike(entry, monkeypatch):
+    """An unrolled model has hundreds of leaves: 40 of one shape, in ten launches of 4 and under 40 names, are one trace."""
+    counted = []
+    step = adam_formula.step
+    monkeypatch.setattr(adam_formula, "step", lambda *args: counted.append(0) or step(*args))
+    for leaves in (4, 40):
+        optimizer = coat_adamw(1e-3 * leaves, min_size=1)
+        params = {f"layer_{i}": jnp.ones((24, 384)) for i in range(leaves)}
+        jax.jit(getattr(optimizer, entry)).lower(params, optimizer.init(params), params)
+    assert len(counted) == 1

@@ -7,6 +7,7 @@ import pytest
 from coat_jax import codecs
 from coat_jax.optim import step
 from coat_jax.optim.adam_formula import Hyper
+from coat_jax.optim.leaves import leaf_seed
 from coat_jax.optim.step import Leaf, in_rows, step_leaf, zeros
 
 
@@ -16,7 +17,7 @@ def test_rows_of_a_stack_have_the_bits_of_the_whole(codec):
     mu, nu = (zeros(grad, spec) for spec in (codec.mu, codec.nu))
 
     def one(leaf):
-        return step_leaf(leaf, "layers/kernel", codec, None, Hyper.of(jnp.int32(5), 0.9, 0.999, 1e-8, 0.0))
+        return step_leaf(leaf, leaf_seed("layers/kernel"), codec, None, Hyper.of(jnp.int32(5), 0.9, 0.999, 1e-8, 0.0))
 
     whole = jax.jit(one)(Leaf(grad, mu, nu))
     rows = jax.jit(lambda leaf: in_rows(one, leaf))(Leaf(grad, mu, nu))

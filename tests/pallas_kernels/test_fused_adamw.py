@@ -104,3 +104,14 @@ def test_compiled_for_an_h100_update_is_a_kernel_in_every_chain(name):
     parameters = 4096 * 11008
     assert program.temp_bytes <= (4 + besides / 3) * parameters + 4096  # the direction, and the clipped gradients
     assert traffic(program) <= (18.2 + besides) * parameters
+
+
+@pytest.mark.plan
+def test_leaves_of_one_shape_share_one_compiled_kernel():
+    from coat_jax.compiled import compile_for
+
+    optimizer = coat_adamw(3e-4)
+    params = {f"layer_{i}": jax.ShapeDtypeStruct((256, 512), jnp.bfloat16) for i in range(12)}
+    text = compile_for("h100", optimizer.update_and_apply, params, jax.eval_shape(optimizer.init, params), params).text
+    hashes = re.findall(r"mosaic_gpu_v2.*?kernel_hash = \"((?:[^\"\\]|\\.)*)\"", text)
+    assert len(hashes) == 3 and len(set(hashes)) == 1, (len(hashes), len(set(hashes)))
