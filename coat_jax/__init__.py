@@ -7,12 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coat_jax import nnx as nnx
     from coat_jax import ops as ops
     from coat_jax import recipes as recipes
     from coat_jax.compiled import compile_for as compile_for
     from coat_jax.compiled import explain_memory as explain_memory
-    from coat_jax.layer_hooks import dot_general as dot_general
-    from coat_jax.layer_hooks import einsum as einsum
     from coat_jax.linen import FP8MLP as FP8MLP
     from coat_jax.linen import FP8Dense as FP8Dense
     from coat_jax.linen import FP8DenseGeneral as FP8DenseGeneral
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from coat_jax.linen import FP8SwiGLU as FP8SwiGLU
     from coat_jax.linen import FP8TransformerBlock as FP8TransformerBlock
     from coat_jax.ops import remat_policy as remat_policy
+    from coat_jax.ops.layer_hooks import dot_general as dot_general
+    from coat_jax.ops.layer_hooks import einsum as einsum
     from coat_jax.optim import coat_adamw as coat_adamw
     from coat_jax.optim import codecs as codecs
     from coat_jax.optim import scale_by_coat_adam as scale_by_coat_adam
@@ -56,12 +57,13 @@ _HOME = {
     "scale_by_coat_adam": "coat_jax.optim",
     "recipes": "coat_jax.recipes",
     "Recipe": "coat_jax.recipes",
+    "nnx": "coat_jax.nnx",
     "ops": "coat_jax.ops",
     "remat_policy": "coat_jax.ops",
     "compile_for": "coat_jax.compiled",
     "explain_memory": "coat_jax.compiled",
-    "dot_general": "coat_jax.layer_hooks",
-    "einsum": "coat_jax.layer_hooks",
+    "dot_general": "coat_jax.ops.layer_hooks",
+    "einsum": "coat_jax.ops.layer_hooks",
     "FP8Dense": "coat_jax.linen",
     "FP8RMSNorm": "coat_jax.linen",
     "FP8DenseGeneral": "coat_jax.linen",

@@ -7,7 +7,8 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import Kernel, WithRecipe, product_recipe, refuse
+from coat_jax.flax_arguments import product_recipe, refuse
+from coat_jax.linen.parameters import Kernel, WithRecipe
 from coat_jax.ops import Recipe
 
 _OTHERS = (

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import WithRecipe, declare, product_recipe
+from coat_jax.flax_arguments import product_recipe
+from coat_jax.linen.parameters import WithRecipe, declare
 from coat_jax.ops import Recipe
 from coat_jax.ops.blocks import plus_bias
 

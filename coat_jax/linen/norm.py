@@ -8,7 +8,8 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from coat_jax import ops, recipes
-from coat_jax.linen.parameters import WithRecipe, refuse
+from coat_jax.flax_arguments import refuse_beyond_last_axis
+from coat_jax.linen.parameters import WithRecipe
 from coat_jax.ops import Recipe
 
 
@@ -18,14 +19,7 @@ def declare_norm(module: Any, x: jax.Array, mask: jax.Array | None) -> tuple[jax
     Raises:
       ValueError: an option of the Flax namesake that goes beyond that.
     """
-    elsewhere = {}
-    for name in ("reduction_axes", "feature_axes"):
-        axes = getattr(module, name)
-        if axes not in (-1, x.ndim - 1, (-1,), (x.ndim - 1,)):
-            elsewhere[name] = axes
-    refuse(module, mask=mask, axis_name=module.axis_name, axis_index_groups=module.axis_index_groups, **elsewhere)
-    if not module.force_float32_reductions:
-        raise ValueError(f"{type(module).__name__}: force_float32_reductions=False; FP8 norms compute in float32, leave it out")
+    refuse_beyond_last_axis(module, x.ndim, mask)
     shape = (x.shape[-1],)
     scale = module.param("scale", module.scale_init, shape, module.param_dtype) if module.use_scale else None
     if not getattr(module, "use_bias", False):

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.core import meta
 from flax.linen import initializers
 
-from coat_jax.ops import Recipe
+from coat_jax.ops.recipe import check_recipe
 
 Shape = tuple[int, ...]
 
@@ -40,27 +40,6 @@ def declare(module: Any, contracted: Shape, features: Shape, batch: Shape = ()) 
     return kernel, module.param("bias", flat_init(module.bias_init, 0), (*batch, *features), module.param_dtype)
 
 
-def product_recipe(module: Any) -> Recipe:
-    """The recipe of a module with its `precision`.
-
-    Raises:
-      ValueError: the module has a product of its own, which a recipe that quantizes would not use.
-    """
-    for name in ("dot_general", "dot_general_cls"):
-        if getattr(module, name, None) is not None:
-            kind = type(module).__name__
-            raise ValueError(f"{kind}: {name}={getattr(module, name)!r}; the recipe chooses the product, use recipes.bf16()")
-    return module.recipe if module.precision is None else module.recipe.replace(precision=module.precision)
-
-
-def refuse(module: nn.Module, **given: Any) -> None:
-    """Raises ValueError for an argument that has a value and that the quantized form of a module cannot honour."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            kind = type(module).__name__
-            raise ValueError(f"{kind}: {name}={value!r} has no FP8 form; leave it out, or use recipe=recipes.bf16()")
-
-
 class WithRecipe:
     """A module with an attribute `recipe`, which has to be one.
 
@@ -69,12 +48,7 @@ class WithRecipe:
     """
 
     def __post_init__(self) -> None:
-        given = getattr(self, "recipe", None)
-        if not isinstance(given, Recipe):
-            kind = type(self).__name__
-            raise TypeError(
-                f"{kind}: recipe={given!r} is not a Recipe; use recipes.coat(), or recipes.named('coat') for a name"
-            )
+        check_recipe(type(self).__name__, getattr(self, "recipe", None))
         super().__post_init__()  # type: ignore[misc]
 
 

@@ -4,6 +4,7 @@ from coat_jax.ops import blocks
 from coat_jax.ops.activation import add, gate_silu, gelu, gelu_function, multiply, silu, swiglu
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.coded_weight import CodedWeight, weight_codes
+from coat_jax.ops.contraction import dot_general, einsum
 from coat_jax.ops.elementwise import Elementwise
 from coat_jax.ops.embedding import embedding
 from coat_jax.ops.linear import Prologue, linear
@@ -30,6 +31,8 @@ __all__ = [
     "attention_linear",
     "blocks",
     "cross_entropy",
+    "dot_general",
+    "einsum",
     "embedding",
     "gate_silu",
     "gelu",

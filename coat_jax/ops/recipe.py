@@ -75,3 +75,14 @@ class Recipe:
     def products_quantized(self) -> bool:
         """Whether any operand of a weight product is quantized."""
         return any(spec is not None for spec in (self.linear_input, self.weight, self.gradient))
+
+
+def check_recipe(called: str, given: Any) -> Recipe:
+    """A recipe that was given to `called`.
+
+    Raises:
+      TypeError: it is a name or something else.
+    """
+    if not isinstance(given, Recipe):
+        raise TypeError(f"{called}: recipe={given!r} is not a Recipe; use recipes.coat(), or recipes.named('coat') for a name")
+    return given

@@ -242,8 +242,8 @@ def test_explicit_axes_give_what_auto_ones_give(spec_x, spec_w, out):
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: coat_jax.dot_general("coat"), TypeError, "dot_general: recipe='coat'; use a Recipe"),
-        (lambda: coat_jax.einsum(None), TypeError, "einsum: recipe=None; use a Recipe"),
+        (lambda: coat_jax.dot_general("coat"), TypeError, "dot_general: recipe='coat' is not a Recipe; use recipes.coat()"),
+        (lambda: coat_jax.einsum(None), TypeError, "einsum: recipe=None is not a Recipe"),
         (
             lambda: HOOK(jnp.ones((2, 3), int), jnp.ones((3, 2)), (((1,), (0,)), ((), ()))),
             TypeError,
