@@ -1,7 +1,7 @@
 """Declaring the parameters of linear layers apart from computing them, so that several layers can share one product."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -76,24 +76,11 @@ class Kernel(nn.Module):
         return {"kernel": kernel} if bias is None else {"kernel": kernel, "bias": bias}
 
 
-def declare_kernels(shapes: Mapping[str, tuple[int, int]], **options: Any) -> dict[str, dict[str, jax.Array]]:
-    """{name: {"kernel": (in, out)}} for shapes {name: (in, out)}, in the module that is being run."""
-    return {name: Kernel(out, name=name, **options)(width) for name, (width, out) in shapes.items()}
-
-
-class Kernels(nn.Module):
-    """Kernels of several layers under one name, such as those of an attention.
-
-    Attributes:
-      shapes: (name, (in, out)) of each.
-      param_dtype, kernel_init: of the kernels.
-    """
-
-    shapes: tuple[tuple[str, tuple[int, int]], ...]
-    param_dtype: Any = jnp.float32
-    kernel_init: initializers.Initializer = initializers.lecun_normal()
-
-    @nn.compact
-    def __call__(self) -> dict[str, dict[str, jax.Array]]:
-        """{name: {"kernel": (in, out)}}."""
-        return declare_kernels(dict(self.shapes), param_dtype=self.param_dtype, kernel_init=self.kernel_init)
+def declare_kernels(
+    shapes: Mapping[str, tuple[int, int]], biased: Collection[str] = (), **options: Any
+) -> dict[str, dict[str, jax.Array]]:
+    """{name: {"kernel": (in, out)}} for shapes {name: (in, out)}, and a "bias" (out,) of those in `biased`, in the module that
+    is being run."""
+    return {
+        name: Kernel(out, use_bias=name in biased, name=name, **options)(width) for name, (width, out) in shapes.items()
+    }

@@ -5,6 +5,8 @@
     x = x + down(silu(gate(norm(x))) * up(norm(x)))
     logits = head(norm(x))
 
+Mistral, Qwen2 and Qwen3 are this with other sizes, biases of q, k and v, or norms of each head before the rotation.
+
 The residual stream, embedding, head and final norm stay in the dtype of the computation; what the layers keep and multiply
 is the recipe's.
 
@@ -21,7 +23,7 @@ from flax import linen as nn
 
 from coat_jax import ops, recipes
 from coat_jax.linen import FP8Embed, Kernel, NormScale, WithRecipe, declare_block
-from coat_jax.ops import NormKind, Recipe
+from coat_jax.ops import Llama3Scaling, NormKind, Recipe
 from coat_jax.parallel import batch_sharded, batch_shards
 
 LOSS_CHUNK = 1024
@@ -30,7 +32,7 @@ LOSS_CHUNK = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a Llama, or of an OLMo, which is one with another norm.
+    """Sizes of a Llama, or of what is one but for an option: OLMo, Mistral, Qwen2 and Qwen3.
 
     Attributes:
       vocab_size, hidden, intermediate, layers, heads, kv_heads: as in the paper; heads a multiple of kv_heads.
@@ -39,6 +41,10 @@ class Config:
       norm: "rms", or "layer" for LayerNorm without parameters.
       causal: whether a token sees earlier tokens only.
       tied_head: whether the head is the embedding, transposed.
+      head_dim: features of a head; None is hidden / heads. `head_width` is the number in either case.
+      rope_scaling: how the rotary frequencies are scaled for longer contexts, as in Llama 3.1; None is not.
+      qkv_bias, o_bias: whether q, k and v have a bias, as in Qwen2, and whether the attention's output has one.
+      qk_norm: whether each head of q and of k goes through an RMSNorm before the rotation, as in Qwen3.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
 
@@ -57,6 +63,11 @@ class Config:
     norm: str = "rms"
     causal: bool = True
     tied_head: bool = False
+    head_dim: int | None = None
+    rope_scaling: Llama3Scaling | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
 
@@ -65,15 +76,17 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"llama.Config: {name}={getattr(self, name)}; use 1 or more")
         object.__setattr__(self, "norm", NormKind.resolve(self.norm))
-        if self.hidden % (2 * self.heads):
+        if self.head_dim is None and self.hidden % (2 * self.heads):
             raise ValueError(f"llama.Config: hidden={self.hidden} over heads={self.heads}; each head needs an even width")
+        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+            raise ValueError(f"llama.Config: head_dim={self.head_dim}; each head needs an even width")
         if self.heads % self.kv_heads:
             raise ValueError(f"llama.Config: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
 
     @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.hidden // self.heads
+    def head_width(self) -> int:
+        """Features of one head."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
 
 def presets() -> dict[str, Config]:

@@ -60,14 +60,25 @@ def norm(config: llama.Config, name: str | None = None) -> nn.Module:
     return RMSNorm(config, name=name)
 
 
-def _rotate(x: jax.Array, theta: float) -> jax.Array:
+def _rotate(x: jax.Array, config: llama.Config) -> jax.Array:
     """x (batch, seq, heads, width) turned by its position, computed in f32."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None, None] / theta ** (jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1])[:, None, None] / config.rope_theta ** (jnp.arange(half) / half)
+    if config.rope_scaling is not None:
+        angles = angles * _slowed(config.rope_theta ** (-jnp.arange(half) / half), config.rope_scaling)
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1).astype(
         x.dtype
     )
+
+
+def _slowed(frequency: jax.Array, scaling: ops.Llama3Scaling) -> jax.Array:
+    """By how much Llama 3.1 multiplies each frequency: 1 for short waves, 1/factor for long ones, a mean between."""
+    wave = 2 * jnp.pi / frequency
+    context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    kept = (context / wave - low) / (high - low)
+    between = (1 - kept) / scaling.factor + kept
+    return jnp.where(wave > context / low, 1 / scaling.factor, jnp.where(wave < context / high, 1.0, between))
 
 
 class Block(nn.Module):
@@ -82,13 +93,17 @@ class Block(nn.Module):
         c = self.config
         x = batch_sharded(x)
         dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype, param_dtype=c.param_dtype)
-        width = c.hidden // c.heads
+        width = c.head_width
         h = norm(c, "attention_norm")(x)
         heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
-        q, k, v = (dense(n * width, name=name)(h).reshape(*h.shape[:2], n, width) for name, n in heads.items())
-        q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=c.causal, implementation=self.attention).reshape(x.shape)
-        x = x + dense(c.hidden, name="o")(checkpoint_name(y, "attention"))
+        biased = functools.partial(dense, use_bias=c.qkv_bias)
+        q, k, v = (biased(n * width, name=name)(h).reshape(*h.shape[:2], n, width) for name, n in heads.items())
+        if c.qk_norm:
+            q, k = RMSNorm(c, name="q_norm")(q), RMSNorm(c, name="k_norm")(k)
+        q, k = _rotate(q, c), _rotate(k, c)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=c.causal, implementation=self.attention)
+        y = y.reshape(*x.shape[:2], c.heads * width)
+        x = x + dense(c.hidden, use_bias=c.o_bias, name="o")(checkpoint_name(y, "attention"))
         h = norm(c, "mlp_norm")(x)
         gate, up = dense(c.intermediate, name="gate")(h), dense(c.intermediate, name="up")(h)
         return x + dense(c.hidden, name="down")(nn.silu(gate) * up), None

@@ -12,7 +12,7 @@ from coat_jax.ops.loss import cross_entropy
 from coat_jax.ops.norm import NormKind, layer_norm, normalize_layer, normalize_rms, rms_norm
 from coat_jax.ops.norm_kernels import NormFunction
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.rope import rope
+from coat_jax.ops.rope import Llama3Scaling, rope
 from coat_jax.ops.scaling import Scaling
 from coat_jax.ops.stash import STASH, Stashable, remat_policy, stashed
 
@@ -20,6 +20,7 @@ __all__ = [
     "STASH",
     "CodedWeight",
     "Elementwise",
+    "Llama3Scaling",
     "NormKind",
     "Prologue",
     "Recipe",

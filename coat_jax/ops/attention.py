@@ -148,8 +148,9 @@ def attention_linear(
     *,
     causal: bool = True,
     mask: jax.Array | None = None,
+    before: Prologue | None = None,
 ) -> list[jax.Array]:
-    """y_j = attention(q, k, v) · kernels_j, contracting heads and d.
+    """y_j = attention(*before(q, k), v) · kernels_j, contracting heads and d.
 
     With `recipe.attention` q, k and v are kept in FP8 and the attention forward is rerun in the backward pass; without, the
     attention keeps what its own backward pass reads, and the product shares the attention output with it.
@@ -158,6 +159,9 @@ def attention_linear(
       q, k, v, causal, mask: as in `attention`.
       kernels: each (heads, d, *features) or (heads * d, *features); a `CodedWeight` brings its codes.
       recipe: what is kept and multiplied.
+      before: what q and k go through first, norms of the heads: fn(q, k, *params) -> (q, k). With `recipe.attention` it is run
+        again with the attention, and nothing else is kept for it; without, q and k before it are kept as its spec. None is
+        nothing.
 
     Returns:
       For each kernel (batch, tokens, *features), in q's dtype.
@@ -168,10 +172,16 @@ def attention_linear(
     """
     refuse_single("attention_linear", kernels=kernels)
     if recipe.attention is None:
+        if before is not None:
+            fn, spec, params = before
+            q, k = (fn if spec is None else stashed(fn, [spec] * 2, implementation=recipe.implementation))(q, k, *params)
         return linear([attention(q, k, v, causal=causal, mask=mask)], kernels, recipe, axes=2, shared=True)
+    params, masks = () if before is None else before.params, () if mask is None else (mask,)
 
-    def attend(q, k, v, *mask):
-        return attention(q, k, v, causal=causal, mask=mask[0] if mask else None)
+    def attend(q, k, v, *others):
+        if before is not None:
+            q, k = before.fn(q, k, *others[: len(params)])
+        return attention(q, k, v, causal=causal, mask=others[-1] if masks else None)
 
-    prologue = Prologue(attend, recipe.attention, () if mask is None else (mask,))
+    prologue = Prologue(attend, recipe.attention, (*params, *masks))
     return linear([q, k, v], kernels, recipe, prologue=prologue, axes=2)

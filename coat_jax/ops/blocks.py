@@ -18,7 +18,7 @@ from coat_jax.ops.linear import Prologue, linear
 from coat_jax.ops.norm import NormKind, normalize_layer, normalize_rms
 from coat_jax.ops.norm_kernels import NormFunction
 from coat_jax.ops.recipe import Recipe
-from coat_jax.ops.rope import rope
+from coat_jax.ops.rope import Llama3Scaling, rope
 
 Params = Mapping[str, Any]
 Shapes = dict[str, tuple[int, int]]
@@ -38,13 +38,43 @@ class AttentionSizes(Protocol):
         ...
 
     @property
+    def head_dim(self) -> int | None:
+        """Features of a head; None is those of the input over `heads`."""
+        ...
+
+    @property
     def rope_theta(self) -> float | None:
         """Base of the rotary frequencies; None is no rotation."""
         ...
 
     @property
+    def rope_scaling(self) -> Llama3Scaling | None:
+        """How the frequencies are scaled for longer contexts; None is not."""
+        ...
+
+    @property
     def causal(self) -> bool:
         """Whether a token sees earlier tokens only."""
+        ...
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have a bias."""
+        ...
+
+    @property
+    def o_bias(self) -> bool:
+        """Whether the output has a bias."""
+        ...
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of q and of k goes through an RMSNorm before the rotation."""
+        ...
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of the norms."""
         ...
 
 
@@ -59,11 +89,6 @@ class BlockSizes(AttentionSizes, Protocol):
     @property
     def norm(self) -> str:
         """A name of `NormKind`: "rms", or "layer" for LayerNorm without parameters."""
-        ...
-
-    @property
-    def norm_eps(self) -> float:
-        """Epsilon of the norms."""
         ...
 
 
@@ -95,11 +120,13 @@ def attention_shapes(sizes: AttentionSizes, width: int) -> Shapes:
     """(in, out) of the kernels of `self_attention` for inputs of `width` features.
 
     Raises:
-      ValueError: a width that the heads do not divide.
+      ValueError: a width that the heads do not divide, where there is no `head_dim`.
     """
-    if width % sizes.heads:
-        raise ValueError(f"self_attention: {width} features over heads={sizes.heads}; the second must divide the first")
-    head = width // sizes.heads
+    head = sizes.head_dim
+    if head is None:
+        if width % sizes.heads:
+            raise ValueError(f"self_attention: {width} features over heads={sizes.heads}; the second must divide the first")
+        head = width // sizes.heads
     q, kv = sizes.heads * head, sizes.kv_heads * head
     return {"q": (width, q), "k": (width, kv), "v": (width, kv), "o": (q, width)}
 
@@ -110,10 +137,11 @@ def self_attention(
     """o = attention(rope(h W_q), rope(h W_k), h W_v) W_o with grouped queries, h = norm(x); q, k and v share one FP8 input.
 
     q and k are kept after their rotation: what is kept is as large before as after, and so the backward pass need not rotate
-    them again.
+    them again. Where each head has a norm, rope(norm(h W_q)) and rope(norm(h W_k)), they are kept before both.
 
     Args:
-      params: {"q", "k", "v", "o"}, each {"kernel": (in, out)}; see `attention_shapes`.
+      params: {"q", "k", "v", "o"}, each {"kernel": (in, out)} and perhaps a "bias" (out,), see `attention_shapes`; with
+        `sizes.qk_norm` "q_norm" and "k_norm" too, each {"scale": (head_dim,)}.
       x: (batch, tokens, features).
       sizes: heads, rotation and mask.
       recipe: what is quantized and kept.
@@ -122,13 +150,38 @@ def self_attention(
     Returns:
       (batch, tokens, out), in x's dtype.
     """
-    q, k, v = linear([x], [params[name]["kernel"] for name in ("q", "k", "v")], recipe, prologue=norm)
+    names = ("q", "k", "v")
+    ys = linear([x], [params[name]["kernel"] for name in names], recipe, prologue=norm)
+    q, k, v = (plus_bias(y, params[name].get("bias")) for name, y in zip(names, ys, strict=True))
     head = q.shape[-1] // sizes.heads
     q, k, v = (y.reshape(*y.shape[:-1], y.shape[-1] // head, head) for y in (q, k, v))
-    if sizes.rope_theta is not None:
-        q, k = (rope(y, theta=sizes.rope_theta) for y in (q, k))
-    [y] = attention_linear(q, k, v, [params["o"]["kernel"]], recipe, causal=sizes.causal)
-    return y
+    theta, scaling, before = sizes.rope_theta, sizes.rope_scaling, None
+    if sizes.qk_norm:
+        fn = functools.partial(normalize_heads, theta=theta, scaling=scaling, eps=sizes.norm_eps)
+        before = Prologue(fn, recipe.nonlinear_input, (params["q_norm"]["scale"], params["k_norm"]["scale"]))
+    elif theta is not None:
+        q, k = (rope(y, theta=theta, scaling=scaling) for y in (q, k))
+    [y] = attention_linear(q, k, v, [params["o"]["kernel"]], recipe, causal=sizes.causal, before=before)
+    return plus_bias(y, params["o"].get("bias"))
+
+
+def normalize_heads(
+    q: jax.Array,
+    k: jax.Array,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    *,
+    theta: float | None,
+    scaling: Llama3Scaling | None,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """rope(rms_norm(q)) and rope(rms_norm(k)), the norm over each head, plain; a theta of None is no rotation.
+
+    Source: arXiv 2505.09388 (Qwen3).
+    """
+    heads = (normalize_rms(q, q_scale, eps=eps), normalize_rms(k, k_scale, eps=eps))
+    q, k = heads if theta is None else (rope(y, theta=theta, scaling=scaling) for y in heads)
+    return q, k
 
 
 def multi_head_attention(
@@ -223,7 +276,10 @@ def block_codes(params: Params, recipe: Recipe) -> dict[str, Any]:
     """
 
     def kernels(layers: Params) -> dict[str, Any]:
-        return {name: {"kernel": weight_codes(layer["kernel"], recipe)} for name, layer in layers.items()}
+        return {
+            name: {leaf: weight_codes(x, recipe) if leaf == "kernel" else None for leaf, x in layer.items()}
+            for name, layer in layers.items()
+        }
 
     made = {name: kernels(params[name]) for name in ("attention", "mlp")}
     return {name: made.get(name) for name in params}

@@ -105,9 +105,9 @@ class PlanConfig:
     def needed_flops(self) -> float:
         """Operations of one step per GPU with nothing recomputed: weight products 3 times, causal attention 1 + 2.5 times."""
         c = self.config
-        kv = c.kv_heads * c.head_dim
-        weights = c.layers * (2 * c.hidden**2 + 2 * c.hidden * kv + 3 * c.hidden * c.intermediate) + c.hidden * c.vocab_size
-        attention = c.layers * 2 * self.seq * c.hidden  # two products over half of the keys, per token
+        q, kv = c.heads * c.head_width, c.kv_heads * c.head_width
+        weights = c.layers * c.hidden * (2 * q + 2 * kv + 3 * c.intermediate) + c.hidden * c.vocab_size
+        attention = c.layers * 2 * self.seq * q  # two products over half of the keys, per token
         return (6 * weights + 3.5 * attention) * self.tokens / self.gpus
 
     def replace(self, **changes: Any) -> "PlanConfig":

@@ -29,7 +29,7 @@ def reports():
 def test_lean_keeps_in_fp8_what_its_recipe_names_and_bf16_keeps_no_fp8(reports):
     # Inputs of both norms, q, gate and up; k and v narrower by heads / kv_heads: one byte per element of each.
     config, found = reports
-    width = 3 * config.hidden + 2 * config.kv_heads * config.head_dim + 2 * config.intermediate
+    width = 3 * config.hidden + 2 * config.kv_heads * config.head_width + 2 * config.intermediate
     assert found["lean"].fp8_bytes == width * BATCH * TOKENS * config.layers
     assert found["bf16"].fp8_bytes == 0
     assert found["lean"].nbytes < found["bf16"].nbytes / 4

@@ -70,7 +70,7 @@ class PlainAttention(nn.Module):
         c = self.config
         widths = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
         q, k, v = (
-            nn.Dense(n * c.head_dim, use_bias=False, dtype=h.dtype, name=name)(h).reshape(*h.shape[:2], n, c.head_dim)
+            nn.Dense(n * c.head_width, use_bias=False, dtype=h.dtype, name=name)(h).reshape(*h.shape[:2], n, c.head_width)
             for name, n in widths.items()
         )
         y = jax.nn.dot_product_attention(ops.rope(q), ops.rope(k), v, is_causal=True).reshape(h.shape)
