@@ -220,6 +220,19 @@ def test_the_codes_of_a_llama_are_those_of_its_products():
             assert sum(quantizations(compiled, size)) == 2 * sizes.count(size)
 
 
+def test_heads_with_biases_and_norms_train_as_in_the_ordinary_step():
+    """Their leaves are vectors and have no codes. float32, so that only the order of sums differs: 1e-5."""
+    options = {"head_dim": 8, "qkv_bias": True, "qk_norm": True, "rope_scaling": ops.Llama3Scaling(8.0, 1.0, 4.0, 4)}
+    config = llama.preset("tiny", layers=2, hidden=32, intermediate=48, dtype=jnp.float32, **options)
+    tokens = jnp.arange(4 * 9).reshape(4, 9)
+    params = jax.jit(lambda key: llama.Llama(config).init(key, tokens)["params"])(jax.random.key(0))
+    for recipe in (recipes.bf16(), recipes.coat()):
+        parts = layered_llama(llama.Llama(config, recipe))
+        (fused, _, _), (ordinary, _, _) = run_both(parts, params, [tokens] * 2, optax.sgd(1.0), accumulation=Accumulation(2))
+        assert distance(fused, ordinary, params) < (1e-5 if recipe == recipes.bf16() else 0.09)
+        assert not np.array_equal(fused["layers"]["attention"]["q"]["bias"], params["layers"]["attention"]["q"]["bias"])
+
+
 SECOND = Stack(lambda outer, x, batch: x @ outer["bridge"], lambda row, x, batch: x + jnp.tanh(x @ row["w"]), "decoder")
 TWO = dataclasses.replace(toy.PARTS, further=(SECOND,))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import recipes
+from coat_jax import ops, recipes
 from coat_jax.models import llama, plain
 
 TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 64)
@@ -37,14 +37,24 @@ def moved(ours, like):
     return made
 
 
-@pytest.mark.parametrize("name", llama.presets())
+OPTIONS = {
+    "wide heads": {"head_dim": 16},
+    "biases": {"qkv_bias": True, "o_bias": True},
+    "norms of heads": {"qk_norm": True, "head_dim": 12},
+    "slow rotation": {"rope_scaling": ops.Llama3Scaling(8.0, 1.0, 4.0, 4)},
+}
+
+
+@pytest.mark.parametrize("name", [*llama.presets(), *OPTIONS])
 def test_the_same_logits_and_weighted_loss_in_float32(name):
-    config = llama.preset(name)
+    config = llama.preset("tiny", **OPTIONS[name]) if name in OPTIONS else llama.preset(name)
     heads = 4 if config.kv_heads == config.heads else 2
     small = {"vocab_size": 64, "hidden": 32, "intermediate": 48, "layers": 2, "heads": 4, "kv_heads": heads}
+    small |= {"head_dim": config.head_dim and min(config.head_dim, 16)}
     config = dataclasses.replace(config, dtype=jnp.float32, **small)
     ours, baseline = llama.Llama(config, recipes.bf16()), plain.Llama(config)
     params = jax.jit(lambda key: ours.init(key, TOKENS)["params"])(jax.random.key(1))
+    params = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), params)  # biases of 0 hide
     same = moved(params, jax.eval_shape(lambda: baseline.init(jax.random.key(1), TOKENS)["params"]))
     want = jax.jit(lambda p: ours.apply({"params": p}, TOKENS))(params)
     got = jax.jit(lambda p: baseline.apply({"params": p}, TOKENS))(same)
