@@ -81,6 +81,4 @@ def declare_kernels(
 ) -> dict[str, dict[str, jax.Array]]:
     """{name: {"kernel": (in, out)}} for shapes {name: (in, out)}, and a "bias" (out,) of those in `biased`, in the module that
     is being run."""
-    return {
-        name: Kernel(out, use_bias=name in biased, name=name, **options)(width) for name, (width, out) in shapes.items()
-    }
+    return {name: Kernel(out, use_bias=name in biased, name=name, **options)(width) for name, (width, out) in shapes.items()}

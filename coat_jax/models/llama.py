@@ -14,6 +14,7 @@ Source: arXiv 2302.13971 (Llama), 2307.09288 (Llama 2).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,14 +93,29 @@ class Config:
 def presets() -> dict[str, Config]:
     """Configurations by name.
 
-    Sources: arXiv 2302.13971 (llama-30b), 2307.09288 (llama2), 2407.21783 (llama3), 2402.00838 (olmo).
+    Sources: arXiv 2302.13971 (llama-30b), 2307.09288 (llama2), 2407.21783 (llama3), 2402.00838 (olmo), 2502.02737 (smollm2),
+    2412.15115 (qwen2.5), 2505.09388 (qwen3); config.json of the published weights (llama3.1, llama3.2, mistral).
     """
+    llama3 = Config(128_256, 4096, 14_336, 32, 32, 8, rope_theta=500_000.0)
+    llama32 = dataclasses.replace(llama3, tied_head=True, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    qwen = functools.partial(Config, vocab_size=151_936, rope_theta=1_000_000.0, norm_eps=1e-6)
+    qwen2, qwen3 = functools.partial(qwen, qkv_bias=True), functools.partial(qwen, head_dim=128, qk_norm=True)
     return {
         "tiny": Config(256, 128, 384, 4, 4, 2),
         "llama2-7b": Config(32_000, 4096, 11_008, 32, 32, 32),
         "llama2-13b": Config(32_000, 5120, 13_824, 40, 40, 40),
         "llama-30b": Config(32_000, 6656, 17_920, 60, 52, 52, norm_eps=1e-6),
-        "llama3-8b": Config(128_256, 4096, 14_336, 32, 32, 8, rope_theta=500_000.0),
+        "llama3-8b": llama3,
+        "llama3.1-8b": dataclasses.replace(llama3, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        "llama3.2-1b": dataclasses.replace(llama32, hidden=2048, intermediate=8192, layers=16),
+        "llama3.2-3b": dataclasses.replace(llama32, hidden=3072, intermediate=8192, layers=28, heads=24),
+        "smollm2-135m": Config(49_152, 576, 1536, 30, 9, 3, rope_theta=100_000.0, tied_head=True),
+        "mistral-7b": Config(32_768, 4096, 14_336, 32, 32, 8, rope_theta=1_000_000.0),
+        "qwen2.5-0.5b": qwen2(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, tied_head=True),
+        "qwen2.5-7b": qwen2(hidden=3584, intermediate=18_944, layers=28, heads=28, kv_heads=4, vocab_size=152_064),
+        "qwen3-0.6b": qwen3(hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, tied_head=True),
+        "qwen3-8b": qwen3(hidden=4096, intermediate=12_288, layers=36, heads=32, kv_heads=8),
+        "qwen3-32b": qwen3(hidden=5120, intermediate=25_600, layers=64, heads=64, kv_heads=8),
         "olmo-1b": Config(50_304, 2048, 8192, 16, 16, 16, norm="layer", tied_head=True),
         "olmo-7b": Config(50_304, 4096, 11_008, 32, 32, 32, norm="layer"),
     }

@@ -216,7 +216,7 @@ class Prologue(NamedTuple):
       params: parameters of fn, kept by reference.
     """
 
-    fn: Callable[..., jax.Array]
+    fn: Callable[..., Any]
     spec: QuantSpec | None
     params: tuple[Any, ...] = ()
 

@@ -48,7 +48,7 @@ class Llama3Scaling:
 
     def scaled(self, frequency: np.ndarray) -> np.ndarray:
         """Frequencies in radians per token, float64, scaled."""
-        # Llama 3.1 has L = 8192 and factors 1 and 4: waves of more than 8192 tokens are stretched by 8, waves of fewer than 2048
+        # Llama 3.1 has L = 8192 and factors 1 and 4: waves over 8192 tokens are stretched by 8, waves of fewer than 2048
         # are left alone. A wave of 4096 tokens fits twice: s = (2 - 1) / (4 - 1), a third of the way from f / 8 to f.
         fits = self.original_max_position_embeddings * frequency / (2 * np.pi)
         s = np.clip((fits - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)

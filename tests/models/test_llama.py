@@ -18,11 +18,25 @@ PARAMETERS = {
     "llama2-13b": 13_015_864_320,
     "llama-30b": 32_528_943_616,
     "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "smollm2-135m": 134_515_008,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
     "olmo-1b": 1_176_764_416,
     "olmo-7b": 6_888_095_744,
 }
 TOKENS = jax.random.randint(jax.random.key(3), (2, 17), 0, 256)
 SMALL = llama.preset("tiny", layers=2, hidden=32, intermediate=48)
+
+
+def test_every_preset_has_a_published_size():
+    assert {"tiny", *PARAMETERS} == set(llama.presets())
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -157,6 +171,8 @@ def test_bad_values_are_refused_by_name():
         llama.preset("llama")
     with pytest.raises(ValueError, match="heads=4 is not a multiple of kv_heads=3"):
         llama.preset("tiny", kv_heads=3)
+    with pytest.raises(ValueError, match="head_dim=7; each head needs an even width"):
+        llama.preset("tiny", head_dim=7)
     with pytest.raises(ValueError, match="remat='stash'; use None, 'layer' or a jax.checkpoint policy"):
         llama.Llama(SMALL, remat="stash").init(jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="norm='batch' is unknown; use 'rms' or 'layer'"):

@@ -62,7 +62,7 @@ def test_gradients_of_biases_and_norms_are_near_the_exact_ones(name):
         def loss(params):
             return jnp.sum(g * exact.clone(recipe=recipe).apply({"params": params}, X))
 
-        return jax.grad(loss)(params)["attention"]
+        return jax.jit(jax.grad(loss))(params)["attention"]
 
     want, got = gradients(recipes.bf16()), gradients(recipes.named(name))
     for path, leaf in jax.tree.leaves_with_path(want):
