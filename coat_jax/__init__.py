@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coat_jax import nnx as nnx
     from coat_jax import ops as ops
+    from coat_jax import pretrained as pretrained
     from coat_jax import recipes as recipes
     from coat_jax.compiled import compile_for as compile_for
     from coat_jax.compiled import explain_memory as explain_memory
@@ -59,6 +60,7 @@ _HOME = {
     "Recipe": "coat_jax.recipes",
     "nnx": "coat_jax.nnx",
     "ops": "coat_jax.ops",
+    "pretrained": "coat_jax.pretrained",
     "remat_policy": "coat_jax.ops",
     "compile_for": "coat_jax.compiled",
     "explain_memory": "coat_jax.compiled",

@@ -12,6 +12,7 @@ import platform
 import re
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,14 @@ def check_new(option: str, path: str | Path) -> None:
         check_folder(option, Path(path).parent)
 
 
-def write(path: str | Path, content: str | bytes) -> None:
+def write(path: str | Path, content: str | bytes | Iterator[Any]) -> None:
     """Writes a file whole or not at all: beside it first, under another name, which then takes its place.
 
     Whoever reads it meanwhile, and whatever ends this process, finds the old content or the new one.
+
+    Args:
+      path: the file; of a link, what it leads to.
+      content: text, bytes, or an iterator of the bytes piece by piece.
 
     Raises:
       OSError: it cannot be written; the message names the file, whose old content stands.
@@ -102,7 +107,8 @@ def write(path: str | Path, content: str | bytes) -> None:
     beside = target.with_name(f".{target.name[:100]}.{os.getpid()}")
     try:
         with open(beside, "xb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            pieces = [content.encode("utf-8")] if isinstance(content, str) else content
+            file.writelines([pieces] if isinstance(pieces, bytes) else pieces)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():

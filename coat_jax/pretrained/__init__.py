@@ -1,0 +1,13 @@
+"""Pretrained models in and out: folders of config.json and safetensors files, as Hugging Face's transformers write them.
+
+    config, params = coat_jax.pretrained.load("SmolLM2-135M")
+    coat_jax.pretrained.save("fine-tuned", config, params)
+
+Llama, Mistral, Qwen2 and Qwen3. Nothing is unpickled, downloaded or run: files hold names, sizes and numbers.
+"""
+
+from coat_jax.pretrained.config_file import read_config
+from coat_jax.pretrained.load import load
+from coat_jax.pretrained.save import save
+
+__all__ = ["load", "read_config", "save"]
