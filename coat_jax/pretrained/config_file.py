@@ -93,12 +93,12 @@ def parse_config(document: dict[str, Any], where: str) -> llama.Config:
     bias = reader.flag("attention_bias") if kind in ("llama", "qwen3") else False
     theta, scaling = reader.rotation()
     param_dtype = reader.dtype()
-    sizes = {field: reader.size(key) for field, key in _SIZES.items()}
+    sizes: dict[str, Any] = {field: reader.size(key) for field, key in _SIZES.items()}
     try:
         return llama.Config(
             **sizes,
             kv_heads=kv_heads,
-            head_dim=None if head_dim == sizes["hidden"] / heads else head_dim,
+            head_dim=head_dim,
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=reader.number("rms_norm_eps", 1e-6),
@@ -231,7 +231,8 @@ def config_document(config: llama.Config) -> dict[str, Any]:
         raise ValueError(f"config: param_dtype={jnp.dtype(c.param_dtype)} is not stored; use one of {', '.join(PARAM_DTYPES)}")
     document: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "torch_dtype": names[0]}
     document |= {key: getattr(c, field) for field, key in _SIZES.items()}
-    document |= {"num_key_value_heads": c.kv_heads, "head_dim": c.head_width, "hidden_act": "silu"}
+    document |= {"num_key_value_heads": c.kv_heads, "hidden_act": "silu"}
+    document |= {"head_dim": c.head_width} if kind == "qwen3" or c.head_dim is not None else {}
     document |= {"rms_norm_eps": c.norm_eps, "tie_word_embeddings": c.tied_head, "rope_theta": c.rope_theta}
     scaling = None if c.rope_scaling is None else {"rope_type": "llama3", **dataclasses.asdict(c.rope_scaling)}
     document |= {"rope_scaling": scaling}

@@ -33,14 +33,15 @@ def tensors_of(folder: Path) -> dict[str, StoredTensor]:
       ValueError: no weights, or both one file and an index; a file that is missing or that `read_header` refuses; a tensor
         that is not where the index has it, or that two files hold.
     """
-    one, index = (folder / name).is_file(), (folder / INDEX).is_file()
+    one, index = (folder / WEIGHTS).is_file(), (folder / INDEX).is_file()
     if one and index:
         raise ValueError(f"{folder} holds both {WEIGHTS} and {INDEX}; take one out")
     if not one and not index:
         raise ValueError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
     if one:
         return read_header(folder / WEIGHTS)
-    weight_map, found = read_index(folder), {}
+    weight_map = read_index(folder)
+    found: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(weight_map.values()):
         if not (folder / file).is_file():
             raise ValueError(f"{folder / file}: there is no such file, and {INDEX} has tensors in it")

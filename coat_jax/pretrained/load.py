@@ -141,7 +141,7 @@ def placed(shapes: Any, sharding: Placement) -> Any:
         return jax.tree.map(lambda _: sharding, shapes)
     given = sharding(shapes) if callable(sharding) else sharding
     wrong = [x for x in jax.tree.leaves(given) if not isinstance(x, jax.sharding.Sharding)]
-    if wrong or jax.tree.structure(given) != jax.tree.structure(shapes):
+    if wrong or str(jax.tree.structure(given)) != str(jax.tree.structure(shapes)):
         what = f"holds {wrong[0]!r}" if wrong else "is no tree like the parameters"
         raise ValueError(f"load: sharding {what}; use a jax.sharding.Sharding, or one for each parameter")
     return given

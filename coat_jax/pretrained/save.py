@@ -63,7 +63,7 @@ def save(
     while any((folder / name).exists() for name in names) or not again:
         tag, again = f"-{again}" if again else "", again + 1
         names = [f"model-{i + 1:05}-of-{len(files):05}{tag}.safetensors" for i in range(len(files))]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for name, tensors in zip(names, files, strict=True):
         results.write(folder / name, _content(tensors, params))
         weight_map |= dict.fromkeys((tensor.name for tensor in tensors), name)
@@ -102,7 +102,7 @@ def _document(config: llama.Config, like: str | Path | None) -> dict[str, Any]:
     theirs = read_object(path)
     theirs = {key: value for key, value in theirs.items() if key not in ("dtype", "torch_dtype")}
     theirs |= {"torch_dtype": document["torch_dtype"]}
-    there, here = parse_config(theirs, str(path)), parse_config(document, "config")
+    there, here = _same_head(parse_config(theirs, str(path))), _same_head(parse_config(document, "config"))
     for field in dataclasses.fields(there):
         a, b = getattr(there, field.name), getattr(here, field.name)
         if a != b:
@@ -110,6 +110,11 @@ def _document(config: llama.Config, like: str | Path | None) -> dict[str, Any]:
                 f"save: like={str(like)!r} has {field.name}={a}, config has {b}; give the folder that it comes from"
             )
     return theirs
+
+
+def _same_head(config: llama.Config) -> llama.Config:
+    """The configuration with the width of its heads written out, so that two ways to say it are equal."""
+    return dataclasses.replace(config, head_dim=config.head_width)
 
 
 def _check(params: Any, leaves: list[Leaf]) -> None:
@@ -170,7 +175,7 @@ def _refuse_others(folder: Path, document: dict[str, Any], several: bool) -> Non
             raise ValueError(f"save: folder={str(folder)!r} holds {weights[0]} without config.json; give another folder")
         return
     try:
-        same = read_config(folder) == parse_config(document, "config")
+        same = _same_head(read_config(folder)) == _same_head(parse_config(document, "config"))
     except ValueError as error:
         raise ValueError(f"save: folder={str(folder)!r} holds another model ({error}); give another folder") from None
     if not same:
