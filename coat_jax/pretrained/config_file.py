@@ -122,7 +122,7 @@ class _Reader:
 
     def refused(self, key: str, why: str) -> ValueError:
         """The error for the value of a key."""
-        return ValueError(f"{self.where}: {key}={str(self.document.get(key))[:100]!r} {why}")
+        return ValueError(f"{self.where}: {repr(key[:100])[1:-1]}={str(self.document.get(key))[:100]!r} {why}")
 
     def kind(self) -> str:
         """The `model_type`, which has to be known and to agree with the architecture."""

@@ -27,7 +27,7 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:100]!r} is there twice")
         return made
 
     try:

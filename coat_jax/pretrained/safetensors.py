@@ -55,7 +55,7 @@ class StoredTensor:
     @property
     def where(self) -> str:
         """File and name, for messages."""
-        return f"{self.path}: {self.name!r}"
+        return f"{self.path}: {self.name[:100]!r}"
 
     def mapped(self) -> np.ndarray:
         """The tensor as a read-only map of the file: bytes come into memory when they are read, and leave with the array."""
@@ -103,7 +103,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     """What a header says of one tensor."""
-    where = f"{path}: {name!r}"
+    where = f"{path}: {name[:100]!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where} has no dtype, shape and data_offsets in the header, or more than these")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
