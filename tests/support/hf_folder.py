@@ -8,9 +8,19 @@ import numpy as np
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8"}
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 CONFIG = {
-    **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16", "vocab_size": 24},
-    **{"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 512, "eos_token_id": 7},
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 512,
+    "eos_token_id": 7,
 }
 
 
