@@ -1,6 +1,7 @@
 """JSON that a stranger wrote: of bounded length, an object, no name twice."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ def read_object(path: Path) -> dict[str, Any]:
         if not path.is_file():
             raise ValueError(f"{path}: there is no such file")
         with open(path, "rb") as file:
-            text = file.read(LONGEST + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > LONGEST:
+                raise ValueError(f"{path} is longer than {LONGEST} bytes, which no file of this kind is")
+            text = file.read(size)  # as many as there are: Python makes room for all that it is asked for
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    if len(text) > LONGEST:
-        raise ValueError(f"{path} is longer than {LONGEST} bytes, which no file of this kind is")
     return parse_object(text, str(path))

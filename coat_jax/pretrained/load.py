@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,19 +84,24 @@ class Source:
     def read(self, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
         """The parameter, placed. Of a sharded one each device's part is made by itself, and equal parts once."""
         shape = self.leaf.shape
+        made: dict[Any, np.ndarray] = {}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            key = tuple(i.indices(n) for i, n in zip(index, shape, strict=True))
+            if key not in made:
+                made[key] = self.part(index, dtype)
+            return made[key]
+
         if sharding is None:
             value = jax.device_put(self.part((slice(None),) * len(shape), dtype))
         else:
-            made: dict[Any, np.ndarray] = {}
-
-            def part(index: Any) -> np.ndarray:
-                key = tuple(i.indices(n) for i, n in zip(index, shape, strict=True))
-                if key not in made:
-                    made[key] = self.part(index, dtype)
-                return made[key]
-
             value = jax.make_array_from_callback(shape, sharding, part)
-        return value.block_until_ready()  # a copy to a device still reads the host's array, and the next one would come on top
+        # A copy to a device still reads the host's array, and JAX lets go of what was copied when Python collects garbage: without
+        # either the next parameter comes on top.
+        value.block_until_ready()
+        made.clear()
+        gc.collect(0)
+        return value
 
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """The part of the parameter at an index of slices, in host memory."""

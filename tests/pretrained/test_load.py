@@ -64,7 +64,7 @@ def test_a_dtype_is_that_of_all_parameters_and_of_the_computation(folder):
     for dtype in (jnp.float32, jnp.bfloat16, "bfloat16"):
         config, cast = pretrained.load(folder, dtype=dtype)
         assert config.param_dtype == config.dtype == jnp.dtype(dtype)
-        assert same_bits(cast, jax.tree.map(lambda x: x.astype(dtype), kept))
+        assert same_bits(cast, jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), kept))
     with pytest.raises(ValueError, match="load: dtype=float16; use float32 or bfloat16"):
         pretrained.load(folder, dtype=jnp.float16)
 
