@@ -57,6 +57,21 @@ class Leaf:
         return x.T if self.transposed else x
 
 
+def copy_numbers(into: np.ndarray, x: np.ndarray) -> None:
+    """into[...] = x, of two arrays of one shape, cast where their dtypes differ.
+
+    A transposed matrix goes in strips of 16 columns, which lie together in its file: 374 instead of 113 million bfloat16 numbers
+    a second on one core, as each line of the cache is then read and written once.
+    """
+    if x.dtype == into.dtype:  # bits are copied, which NumPy does faster for its own dtypes
+        into, x = (array.view(f"u{array.dtype.itemsize}") for array in (into, x))
+    if x.ndim == 2 and not x.flags.c_contiguous:
+        for i in range(0, x.shape[1], 16):
+            into[:, i : i + 16] = x[:, i : i + 16]
+    else:
+        into[...] = x
+
+
 def leaves_of(config: llama.Config) -> list[Leaf]:
     """The parameters of `llama.Llama(config)`, in the order in which their tensors are written.
 

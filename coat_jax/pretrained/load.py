@@ -14,7 +14,7 @@ import numpy as np
 from coat_jax.models import llama
 from coat_jax.pretrained.config_file import PARAM_DTYPES, read_config
 from coat_jax.pretrained.folder import tensors_of
-from coat_jax.pretrained.leaves import HEAD, IGNORED, Leaf, leaves_of
+from coat_jax.pretrained.leaves import HEAD, IGNORED, Leaf, copy_numbers, leaves_of
 from coat_jax.pretrained.safetensors import StoredTensor
 
 Placement = jax.sharding.Sharding | Callable[[Any], Any] | Any | None
@@ -96,7 +96,7 @@ class Source:
             value = jax.device_put(self.part((slice(None),) * len(shape), dtype))
         else:
             value = jax.make_array_from_callback(shape, sharding, part)
-        # A copy to a device still reads the host's array, and JAX lets go of what was copied when Python collects garbage: without
+        # A copy to a device still reads the host's array, and JAX lets go of what it copied when Python collects garbage; without
         # either the next parameter comes on top.
         value.block_until_ready()
         made.clear()
@@ -111,7 +111,7 @@ class Source:
         shape = tuple(len(range(*i.indices(n))) for i, n in zip(inner, self.leaf.row, strict=True))
         made = np.empty((len(rows), *shape), dtype)
         for row, tensor in zip(made, rows, strict=True):
-            row[...] = self.leaf.turned(tensor.mapped())[inner]
+            copy_numbers(row, self.leaf.turned(tensor.mapped())[inner])
         return made if stacked else made[0]
 
 

@@ -16,7 +16,7 @@ from coat_jax.models import llama
 from coat_jax.pretrained.config_file import NAME, config_document, parse_config, read_config
 from coat_jax.pretrained.folder import INDEX, WEIGHTS, read_index
 from coat_jax.pretrained.json_file import read_object
-from coat_jax.pretrained.leaves import Leaf, leaves_of
+from coat_jax.pretrained.leaves import Leaf, copy_numbers, leaves_of
 from coat_jax.pretrained.load import at
 from coat_jax.pretrained.safetensors import content
 
@@ -90,7 +90,12 @@ class _Tensor:
     def value(self, params: Any) -> np.ndarray:
         """The numbers, in host memory, as the file has them."""
         x = at(params, self.leaf.path)
-        return self.leaf.turned(np.asarray(x if self.layer is None else x[self.layer]))
+        x = self.leaf.turned(np.asarray(x if self.layer is None else x[self.layer]))
+        if x.flags.c_contiguous:
+            return x
+        made = np.empty(x.shape, x.dtype)
+        copy_numbers(made, x)
+        return made
 
 
 def _document(config: llama.Config, like: str | Path | None) -> dict[str, Any]:
