@@ -86,7 +86,7 @@ class Source:
         shape = self.leaf.shape
         made: dict[Any, np.ndarray] = {}
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             key = tuple(i.indices(n) for i, n in zip(index, shape, strict=True))
             if key not in made:
                 made[key] = self.part(index, dtype)
@@ -96,8 +96,8 @@ class Source:
             value = jax.device_put(self.part((slice(None),) * len(shape), dtype))
         else:
             value = jax.make_array_from_callback(shape, sharding, part)
-        # A copy to a device still reads the host's array, and JAX lets go of what it copied when Python collects garbage; without
-        # either the next parameter comes on top.
+        # A copy to a device still reads the host's array, and JAX lets go of that when Python collects garbage. Without either
+        # the next parameter comes on top.
         value.block_until_ready()
         made.clear()
         gc.collect(0)
