@@ -7,7 +7,7 @@ Llama, Mistral, Qwen2 and Qwen3. Nothing is unpickled, downloaded or run: files 
 """
 
 from coat_jax.pretrained.config_file import read_config
-from coat_jax.pretrained.load import load
-from coat_jax.pretrained.save import save
+from coat_jax.pretrained.loading import load
+from coat_jax.pretrained.saving import save
 
 __all__ = ["load", "read_config", "save"]

@@ -1,6 +1,7 @@
 """`save`: a model as config.json and safetensors files, which transformers and the servers that follow it read."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from coat_jax.pretrained.config_file import NAME, config_document, parse_config,
 from coat_jax.pretrained.folder import INDEX, WEIGHTS, read_index
 from coat_jax.pretrained.json_file import read_object
 from coat_jax.pretrained.leaves import Leaf, copy_numbers, leaves_of
-from coat_jax.pretrained.load import at
+from coat_jax.pretrained.loading import at
 from coat_jax.pretrained.safetensors import content
 
 
@@ -57,20 +58,7 @@ def save(
     if len(files) == 1:
         results.write(folder / WEIGHTS, _content(files[0], params))
         return
-    old = set(read_index(folder).values()) if (folder / INDEX).is_file() else set()
-    # The index alone says which files count: the new ones get names that no file has, and the old ones go when it is replaced.
-    names, again = [""], 0
-    while any((folder / name).exists() for name in names) or not again:
-        tag, again = f"-{again}" if again else "", again + 1
-        names = [f"model-{i + 1:05}-of-{len(files):05}{tag}.safetensors" for i in range(len(files))]
-    weight_map: dict[str, str] = {}
-    for name, tensors in zip(names, files, strict=True):
-        results.write(folder / name, _content(tensors, params))
-        weight_map |= dict.fromkeys((tensor.name for tensor in tensors), name)
-    index = {"metadata": {"total_size": sum(t.nbytes for tensors in files for t in tensors)}, "weight_map": weight_map}
-    results.write(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    for name in old:
-        (folder / name).unlink(missing_ok=True)
+    _write_several(folder, files, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +121,8 @@ def _check(params: Any, leaves: list[Leaf]) -> None:
         x, shape = given[path], wanted[path].shape
         if x.shape != shape:
             raise ValueError(f"save: params have {name!r} of shape {x.shape}; config makes it {shape}")
-        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-            raise ValueError(f"save: params have {name!r} on devices of other processes; gather it first")
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            raise ValueError(f"save: params have {name!r} on devices of other processes; gather it, and save in one process")
         if not jnp.issubdtype(x.dtype, jnp.floating) or not 2 <= x.dtype.itemsize <= 4:
             raise ValueError(f"save: params have {name!r} of dtype {x.dtype}; use float32, bfloat16 or float16")
 
@@ -162,6 +150,31 @@ def _files(leaves: list[Leaf], params: Any, file_bytes: int) -> list[list[_Tenso
         files[-1].append(t)
         size += t.nbytes
     return files
+
+
+def _write_several(folder: Path, files: list[list[_Tensor]], params: Any) -> None:
+    """Files and their index, which alone says which files count: the new ones get names that no file has, and the old ones go when
+    it is replaced."""
+    old = set(read_index(folder).values()) if (folder / INDEX).is_file() else set()
+    choices = (
+        [f"model-{i + 1:05}-of-{len(files):05}{f'-{again}' if again else ''}.safetensors" for i in range(len(files))]
+        for again in itertools.count()
+    )
+    names = next(names for names in choices if not any((folder / name).exists() for name in names))
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for tensors in files for t in tensors)},
+        "weight_map": {t.name: name for name, tensors in zip(names, files, strict=True) for t in tensors},
+    }
+    try:
+        for name, tensors in zip(names, files, strict=True):
+            results.write(folder / name, _content(tensors, params))
+        results.write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    except BaseException:
+        old = set(names)
+        raise
+    finally:
+        for name in old:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _content(tensors: list[_Tensor], params: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from small_models import parameters, same_bits, shapes
 from coat_jax import pretrained
 from coat_jax.models import llama
 from coat_jax.parallel import fsdp_specs
+from coat_jax.pretrained.safetensors import StoredTensor
 
 PLACES = {  # our names, and those of the files
     ("attention", "q"): "self_attn.q_proj",
@@ -105,8 +106,8 @@ def test_parameters_lie_where_they_are_asked_to(folder):
 
 def test_equal_parts_are_read_once(folder, monkeypatch):
     read = []
-    original = pretrained.load.__globals__["StoredTensor"].mapped
-    monkeypatch.setattr(pretrained.load.__globals__["StoredTensor"], "mapped", lambda t: read.append(t.name) or original(t))
+    original = StoredTensor.mapped
+    monkeypatch.setattr(StoredTensor, "mapped", lambda tensor: read.append(tensor.name) or original(tensor))
     mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     pretrained.load(folder, sharding=jax.NamedSharding(mesh, jax.P()))
     assert sorted(read) == sorted(hf_folder.tensors())

@@ -29,7 +29,7 @@ def load(folder: str | Path, dtype: Any = None, sharding: Placement = None) -> t
     Args:
       folder: holds config.json, and model.safetensors or model.safetensors.index.json with its files.
       dtype: float32 or bfloat16, of all parameters and of the computation. None keeps each parameter in the dtype of its file
-        (the wider one where its layers differ) and computes in the dtype that config.json names; see `read_config`.
+        (float32 where its layers differ) and computes in the dtype that config.json names; see `read_config`.
       sharding: where parameters are placed: None, the default device; one `jax.sharding.Sharding` for all of them; a tree of
         these like the parameters; or a function that gives such a tree for the tree of `jax.ShapeDtypeStruct`s.
 
@@ -76,10 +76,11 @@ class Source:
     tensors: tuple[StoredTensor, ...]
 
     def dtype(self, asked: Any) -> np.dtype:
-        """The dtype that was asked for, or the narrowest that holds all tensors exactly."""
+        """The dtype that was asked for; or that of the tensors, float32 where they differ, which holds each exactly."""
         if asked is not None:
             return jnp.dtype(asked)
-        return functools.reduce(jnp.promote_types, (tensor.dtype for tensor in self.tensors))
+        kinds = {tensor.dtype for tensor in self.tensors}
+        return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
     def read(self, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
         """The parameter, placed. Of a sharded one each device's part is made by itself, and equal parts once."""
