@@ -153,9 +153,13 @@ def _files(leaves: list[Leaf], params: Any, file_bytes: int) -> list[list[_Tenso
 
 
 def _write_several(folder: Path, files: list[list[_Tensor]], params: Any) -> None:
-    """Files and their index, which alone says which files count: the new ones get names that no file has, and the old ones go when
-    it is replaced."""
-    old = set(read_index(folder).values()) if (folder / INDEX).is_file() else set()
+    """Files and their index. This alone says which files count: new ones get names that no file has, and what it does not name
+    in the end, the old ones or, after an error, the new, is removed."""
+
+    def counting() -> set[str]:
+        return set(read_index(folder).values()) if (folder / INDEX).is_file() else set()
+
+    before = counting()
     choices = (
         [f"model-{i + 1:05}-of-{len(files):05}{f'-{again}' if again else ''}.safetensors" for i in range(len(files))]
         for again in itertools.count()
@@ -169,11 +173,8 @@ def _write_several(folder: Path, files: list[list[_Tensor]], params: Any) -> Non
         for name, tensors in zip(names, files, strict=True):
             results.write(folder / name, _content(tensors, params))
         results.write(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    except BaseException:
-        old = set(names)
-        raise
     finally:
-        for name in old:
+        for name in {*before, *names} - counting():
             (folder / name).unlink(missing_ok=True)
 
 
