@@ -34,6 +34,10 @@ def test_flops_that_are_needed_are_six_per_weight_and_token_and_causal_attention
     attention = 3.5 * 32 * (2 * 2048 * 4096)  # 2 products of 2 s h operations, half of them masked; backward 2.5 times that
     assert setting.needed_flops() == (6 * weights + attention) * 4 * 2048
     assert setting.replace(gpus=4).needed_flops() == setting.needed_flops() / 4
+    # Qwen3-0.6B: 16 heads of 128 from 1024 features; norms and embedding multiply nothing, the tied head does.
+    wide = PlanConfig("qwen3-0.6b", seq=1024)
+    weights = 596_049_920 - 28 * (2 * 1024 + 2 * 128) - 1024
+    assert wide.needed_flops() == (6 * weights + 3.5 * 28 * 2 * 1024 * 16 * 128) * 1024
 
 
 @pytest.mark.parametrize(("base", "per_sequence", "gpus"), [(20, 7, 1), (20, 7, 4), (60, 1, 1), (74, 1, 2), (90, 1, 1)])
