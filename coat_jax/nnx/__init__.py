@@ -4,6 +4,7 @@ from coat_jax.nnx.attention import FP8MultiHeadAttention
 from coat_jax.nnx.linear import FP8Einsum, FP8Embed, FP8Linear, FP8LinearGeneral
 from coat_jax.nnx.mlp import FP8MLP, FP8SwiGLU
 from coat_jax.nnx.norm import FP8LayerNorm, FP8RMSNorm
+from coat_jax.nnx.transformer import FP8SelfAttention, FP8TransformerBlock
 
 __all__ = [
     "FP8MLP",
@@ -14,5 +15,7 @@ __all__ = [
     "FP8LinearGeneral",
     "FP8MultiHeadAttention",
     "FP8RMSNorm",
+    "FP8SelfAttention",
     "FP8SwiGLU",
+    "FP8TransformerBlock",
 ]
