@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from coat_jax import recipes as recipes
     from coat_jax.compiled import compile_for as compile_for
     from coat_jax.compiled import explain_memory as explain_memory
+    from coat_jax.conversion import convert as convert
     from coat_jax.linen import FP8MLP as FP8MLP
     from coat_jax.linen import FP8Dense as FP8Dense
     from coat_jax.linen import FP8DenseGeneral as FP8DenseGeneral
@@ -64,6 +65,7 @@ _HOME = {
     "remat_policy": "coat_jax.ops",
     "compile_for": "coat_jax.compiled",
     "explain_memory": "coat_jax.compiled",
+    "convert": "coat_jax.conversion",
     "dot_general": "coat_jax.ops.layer_hooks",
     "einsum": "coat_jax.ops.layer_hooks",
     "FP8Dense": "coat_jax.linen",

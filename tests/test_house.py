@@ -25,8 +25,8 @@ FLOORS = (
     ("coat_jax",),  # the front door: it names what is below and above, and imports nothing
     ("coat_jax.ops", "coat_jax.optim", "coat_jax.results", "coat_jax.interrupts"),
     ("coat_jax.recipes", "coat_jax.flax_arguments"),
-    ("coat_jax.linen", "coat_jax.nnx", "coat_jax.convert"),
-    ("coat_jax.models",),
+    ("coat_jax.linen", "coat_jax.nnx"),
+    ("coat_jax.models", "coat_jax.conversion"),
     ("coat_jax.fused_step",),
     ("coat_jax.pretrained", "coat_jax.train"),
     ("coat_jax.studies", "coat_jax.plan", "coat_jax.bench"),

@@ -8,12 +8,14 @@ from flax.linen import dtypes
 
 from coat_jax import ops
 from coat_jax.flax_arguments import refuse
-from coat_jax.nnx.parameters import WithRecipe, parameters
+from coat_jax.nnx.parameters import parameters, takes_recipe
+from coat_jax.ops import Recipe
 
 _OTHERS = ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls")
 
 
-class FP8MultiHeadAttention(WithRecipe, nnx.MultiHeadAttention):
+@takes_recipe
+class FP8MultiHeadAttention(nnx.MultiHeadAttention):
     """o = attention(x W_q, y W_k, z W_v) W_o like `flax.nnx.MultiHeadAttention`, with its parameters.
 
     Query, key and value share one FP8 input where they read the same array. The softmax runs in float32. Under a recipe that
@@ -27,6 +29,8 @@ class FP8MultiHeadAttention(WithRecipe, nnx.MultiHeadAttention):
       TypeError: a recipe that is none.
       ValueError: dropout, decoding, shardings, or a product or attention function of one's own, under a recipe that quantizes.
     """
+
+    recipe: Recipe
 
     def __call__(
         self,

@@ -7,13 +7,14 @@ from flax import nnx
 
 from coat_jax import ops
 from coat_jax.flax_arguments import product_recipe
-from coat_jax.nnx.parameters import WithRecipe, array, given_recipe
+from coat_jax.nnx.parameters import array, given_recipe, takes_recipe
 from coat_jax.ops import Recipe
 from coat_jax.ops.blocks import plus_bias
 from coat_jax.ops.layer_hooks import einsum
 
 
-class FP8Linear(WithRecipe, nnx.Linear):
+@takes_recipe
+class FP8Linear(nnx.Linear):
     """y = x W + b like `flax.nnx.Linear`: same arguments, parameters and initial values; the product runs in FP8.
 
     What is kept for the backward pass is one byte per input element. Under a recipe that quantizes no product this is
@@ -37,6 +38,8 @@ class FP8Linear(WithRecipe, nnx.Linear):
     Source: arXiv 2410.19313, section 5.
     """
 
+    recipe: Recipe
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """(..., in_features) to (..., out_features)."""
         if not self.recipe.products_quantized:
@@ -50,7 +53,8 @@ class FP8Linear(WithRecipe, nnx.Linear):
         return plus_bias(y, bias)
 
 
-class FP8LinearGeneral(WithRecipe, nnx.LinearGeneral):
+@takes_recipe
+class FP8LinearGeneral(nnx.LinearGeneral):
     """y = x W + b over any axes like `flax.nnx.LinearGeneral`: same arguments, parameters and initial values.
 
     Along `batch_axis` every batch has its own kernel, and its own scales.
@@ -63,6 +67,8 @@ class FP8LinearGeneral(WithRecipe, nnx.LinearGeneral):
       TypeError: a recipe that is none.
       ValueError: `dot_general` or `dot_general_cls` under a recipe that quantizes.
     """
+
+    recipe: Recipe
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The axes `axis` of the inputs contracted, `out_features` behind those that are left."""
@@ -98,7 +104,8 @@ class FP8Einsum(nnx.Einsum):
         super().__init__(*args, einsum_op=einsum(given_recipe(self, recipe)), **options)
 
 
-class FP8Embed(WithRecipe, nnx.Embed):
+@takes_recipe
+class FP8Embed(nnx.Embed):
     """Rows of a table like `flax.nnx.Embed`: same arguments, parameters and initial values, nothing quantized.
 
     Only the tokens are kept for the backward pass, where the gradients of a row are summed in float32. Under a recipe that
@@ -108,6 +115,8 @@ class FP8Embed(WithRecipe, nnx.Embed):
       num_embeddings, features, and all options: those of `flax.nnx.Embed`.
       recipe: as in `FP8Linear`.
     """
+
+    recipe: Recipe
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Integers (...) to (..., features)."""

@@ -6,10 +6,12 @@ from flax.linen import dtypes
 
 from coat_jax import ops
 from coat_jax.flax_arguments import refuse_beyond_last_axis
-from coat_jax.nnx.parameters import WithRecipe, array
+from coat_jax.nnx.parameters import array, takes_recipe
+from coat_jax.ops import Recipe
 
 
-class FP8RMSNorm(WithRecipe, nnx.RMSNorm):
+@takes_recipe
+class FP8RMSNorm(nnx.RMSNorm):
     """y = x / sqrt(mean(x^2) + epsilon) * scale like `flax.nnx.RMSNorm`, keeping FP8 of x for the backward pass.
 
     Args:
@@ -22,6 +24,8 @@ class FP8RMSNorm(WithRecipe, nnx.RMSNorm):
       ValueError: a mask, an axis name or axes other than the last, under a recipe that quantizes.
     """
 
+    recipe: Recipe
+
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """(..., features) to the same shape."""
         if self.recipe.nonlinear_input is None:
@@ -32,7 +36,8 @@ class FP8RMSNorm(WithRecipe, nnx.RMSNorm):
         return ops.rms_norm(x, scale, self.recipe, eps=self.epsilon, dtype=dtype)
 
 
-class FP8LayerNorm(WithRecipe, nnx.LayerNorm):
+@takes_recipe
+class FP8LayerNorm(nnx.LayerNorm):
     """y = (x - mean) / sqrt(var + epsilon) * scale + bias like `flax.nnx.LayerNorm`, keeping FP8 of x.
 
     Args:
@@ -43,6 +48,8 @@ class FP8LayerNorm(WithRecipe, nnx.LayerNorm):
       TypeError: a recipe that is none.
       ValueError: a mask, an axis name or axes other than the last, under a recipe that quantizes.
     """
+
+    recipe: Recipe
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """(..., features) to the same shape."""

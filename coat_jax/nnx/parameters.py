@@ -1,6 +1,6 @@
 """Recipes and parameters of NNX modules."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -8,6 +8,8 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.ops import Recipe
 from coat_jax.ops.recipe import check_recipe
+
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 def given_recipe(module: Any, recipe: Recipe | None) -> Recipe:
@@ -19,18 +21,18 @@ def given_recipe(module: Any, recipe: Recipe | None) -> Recipe:
     return recipes.coat() if recipe is None else check_recipe(type(module).__name__, recipe)
 
 
-class WithRecipe:
-    """A module that takes `recipe` besides the arguments of the Flax module that it stands for.
+def takes_recipe(cls: type[Module]) -> type[Module]:
+    """A class that takes `recipe` besides the arguments of the Flax module that it stands for.
 
-    Raises:
-      TypeError: the recipe is a name or something else.
+    A decorator and no base: an object of the Flax class can then become one of ours.
     """
 
-    recipe: Recipe
-
-    def __init__(self, *args: Any, recipe: Recipe | None = None, **options: Any):
+    def init(self: Any, *args: Any, recipe: Recipe | None = None, **options: Any) -> None:
         self.recipe = given_recipe(self, recipe)
-        super().__init__(*args, **options)
+        super(cls, self).__init__(*args, **options)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
 
 
 def array(param: nnx.Variable | None) -> jax.Array | None:
