@@ -18,7 +18,8 @@ REGISTERS, SHARED_MEMORY = 65536, 228 * 1024
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches of what is traced."""
+    """The launches of what is traced, and nothing has been before."""
+    jax.clear_caches()
     seen, run = [], GroupLaunch.run
     monkeypatch.setattr(GroupLaunch, "run", lambda self, *args: seen.append(self) or run(self, *args))
     return seen
