@@ -160,6 +160,22 @@ def plan(
 
 
 @app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A model: config.json and safetensors files.")],
+    *,
+    format: Annotated[
+        str, typer.Option(help="compressed-tensors-channel, compressed-tensors-block or deepseek-blocks.")
+    ] = "compressed-tensors-channel",
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+) -> None:
+    """Write a model with the weights of its layers in FP8, in a format that inference engines read."""
+    from coat_jax.pretrained import exporting, loading
+
+    config, params = loading.load(folder)
+    print(exporting.export(out, config, params, format=format, like=folder))
+
+
+@app.command()
 def bench(
     *,
     only: Annotated[str, typer.Option(help="Kernels whose names hold this.")] = "",

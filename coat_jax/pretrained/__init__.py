@@ -7,7 +7,8 @@ Llama, Mistral, Qwen2 and Qwen3. Nothing is unpickled, downloaded or run: files 
 """
 
 from coat_jax.pretrained.config_file import read_config
+from coat_jax.pretrained.exporting import export
 from coat_jax.pretrained.loading import load
 from coat_jax.pretrained.saving import save
 
-__all__ = ["load", "read_config", "save"]
+__all__ = ["export", "load", "read_config", "save"]

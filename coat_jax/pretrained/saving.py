@@ -47,9 +47,9 @@ def save(
     """
     folder = Path(folder)
     results.check_folder("folder", folder)
-    document = _document(config, like)
+    document = document_of(config, like)
     leaves = leaves_of(config)
-    _check(params, leaves)
+    check_params(params, leaves)
     files = _files(leaves, params, file_bytes)
     _refuse_others(folder, document, len(files) > 1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class _Tensor:
         return made
 
 
-def _document(config: llama.Config, like: str | Path | None) -> dict[str, Any]:
+def document_of(config: llama.Config, like: str | Path | None) -> dict[str, Any]:
     """What config.json will say."""
     document = config_document(config)
     if like is None:
@@ -110,7 +110,7 @@ def _same_head(config: llama.Config) -> llama.Config:
     return dataclasses.replace(config, head_dim=config.head_width)
 
 
-def _check(params: Any, leaves: list[Leaf]) -> None:
+def check_params(params: Any, leaves: list[Leaf]) -> None:
     """Refuses parameters that are not those of the configuration."""
     given = {tuple(str(getattr(k, "key", k)) for k in path): x for path, x in jax.tree.leaves_with_path(params)}
     wanted = {leaf.path: leaf for leaf in leaves}
