@@ -1,9 +1,11 @@
 """Small random models written by transformers, with the logits it computes. Run in an environment with torch and transformers.
 
 python make_hf_models.py make FOLDER      writes FOLDER/NAME for every name in MODELS, with tokens.npy and logits.npy
-python make_hf_models.py logits FOLDER    writes FOLDER/logits.npy: what transformers computes of the model and tokens.npy there
+python make_hf_models.py logits FOLDER    writes FOLDER/logits.npy: what transformers computes of model and tokens.npy there;
+                                          quantized weights are decoded to float32
 """
 
+import json
 import pathlib
 import sys
 
@@ -61,7 +63,12 @@ def make(folder: pathlib.Path) -> None:
 
 def logits(folder: pathlib.Path) -> None:
     """What transformers computes in float32 of the model in a folder."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    quantized = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    kinds = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if quantized:
+        options["quantization_config"] = getattr(transformers, kinds[quantized["quant_method"]])(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     with torch.no_grad():
         found = model(torch.from_numpy(np.load(folder / "tokens.npy"))).logits
     np.save(folder / "logits.npy", found.numpy())

@@ -1,7 +1,7 @@
 """Logits against transformers, for models that either of the two wrote.
 
-They need an interpreter with torch and transformers: this one, or the one that COAT_TORCH_PYTHON names, such as that of an
-environment made with `python -m venv /tmp/venv-torch && /tmp/venv-torch/bin/pip install torch transformers`.
+They need an interpreter with torch, transformers, compressed-tensors and accelerate: this one, or the one that
+COAT_TORCH_PYTHON names, such as that of an environment that holds these four and nothing of this library.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ import pytest
 
 from coat_jax import pretrained, recipes
 from coat_jax.models import llama
+from coat_jax.pretrained.folder import tensors_of
+from coat_jax.pretrained.leaves import leaves_of
 
 HERE = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 PYTHON = os.environ.get("COAT_TORCH_PYTHON", sys.executable if HERE else "")
@@ -69,6 +71,32 @@ def test_transformers_reads_what_is_saved(models, name, tmp_path):
     (tmp_path / "tokens.npy").write_bytes((models / name / "tokens.npy").read_bytes())
     transformers("logits", tmp_path)
     agree(config, params, tmp_path)
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors-channel", "compressed-tensors-block", "deepseek-blocks"])
+def test_transformers_reads_an_export_as_the_weights_that_it_means(format, tmp_path):
+    """Weights decoded by NumPy give our model the logits that transformers' decoded ones give it."""
+    config = llama.preset("llama3.1-8b", vocab_size=128, hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1)
+    config = dataclasses.replace(config, dtype=jnp.float32)
+    params = llama.Llama(config).init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)  # what is not quantized is stored so
+    pretrained.export(tmp_path / "out", config, params, format=format)
+    np.save(tmp_path / "out" / "tokens.npy", np.random.default_rng(0).integers(0, 128, (2, 48)))
+    transformers("logits", tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
+    for leaf in leaves_of(config):
+        if leaf.path[0] == "layers" and leaf.path[-1] == "kernel":
+            layers = np.stack([leaf.turned(decoded(found, name)) for name in leaf.names()])
+            params["layers"][leaf.path[1]][leaf.path[2]]["kernel"] = jnp.asarray(layers)
+    agree(config, params, tmp_path / "out")
+
+
+def decoded(tensors, name):
+    """code * scale, each scale over its 128 x 128 or its row."""
+    scale = next(tensors[f"{name}_{kind}"] for kind in ("scale", "scale_inv") if f"{name}_{kind}" in tensors).mapped()
+    codes = np.asarray(tensors[name].mapped()).astype(np.float32)
+    blocks = [n // m for n, m in zip(codes.shape, scale.shape, strict=True)]
+    return codes * np.repeat(np.repeat(scale, blocks[0], 0), blocks[1], 1)
 
 
 def test_the_scaled_rotation_matters_and_both_spellings_of_it_are_one(models, tmp_path):
