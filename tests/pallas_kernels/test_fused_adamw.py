@@ -115,3 +115,17 @@ def test_leaves_of_one_shape_share_one_compiled_kernel():
     text = compile_for("h100", optimizer.update_and_apply, params, jax.eval_shape(optimizer.init, params), params).text
     hashes = re.findall(r"mosaic_gpu_v2.*?kernel_hash = \"((?:[^\"\\]|\\.)*)\"", text)
     assert len(hashes) == 3 and len(set(hashes)) == 1, (len(hashes), len(set(hashes)))
+
+
+@pytest.mark.plan
+def test_compiled_for_an_h100_a_train_state_moves_what_the_chain_alone_moves():
+    from flax.training.train_state import TrainState
+
+    from coat_jax.compiled import compile_for
+    from coat_jax.compiled.roofline import traffic
+
+    params, optimizer = {"kernel": jax.ShapeDtypeStruct((4096, 11008), jnp.bfloat16)}, coat_adamw(3e-4)
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=jnp.sin, params=p, tx=optimizer), params)
+    program = compile_for("h100", lambda s, g: s.apply_gradients(grads=g), state, params, donate_argnums=(0,))
+    assert traffic(program) <= 18.2 * 4096 * 11008
+    assert program.temp_bytes <= 4.01 * 4096 * 11008
